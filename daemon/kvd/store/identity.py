@@ -1,0 +1,31 @@
+"""What a value is stored under: 64 bytes, 32 of namespace and 32 of key.
+
+A namespace is the fingerprint of everything that must match for the bytes to be reusable (DESIGN: "Words"); a key is the
+digest of a chunk's prefix. The two are never folded into fewer bytes: all 64 are the index key in RAM, are written beside
+the value in every tier, and are compared when it is read. Equal keys in two namespaces are two values.
+"""
+
+import hashlib
+
+NAMESPACE_BYTES = 32
+KEY_BYTES = 32
+IDENTITY_BYTES = NAMESPACE_BYTES + KEY_BYTES
+
+Identity = bytes
+"""namespace + key, 64 bytes."""
+
+
+def namespace_of(name: str | bytes) -> bytes:
+    """The 32 bytes of a namespace: the SHA-256 of a str's UTF-8, or bytes as they are. Raises ValueError unless 32 long."""
+    if isinstance(name, str):
+        return hashlib.sha256(name.encode()).digest()
+    if len(name) != NAMESPACE_BYTES:
+        raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(name)}")
+    return bytes(name)
+
+
+def check_key(key: bytes) -> bytes:
+    """`key` itself. Raises ValueError unless it is exactly 32 bytes."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key is exactly {KEY_BYTES} bytes, not {len(key)}")
+    return key

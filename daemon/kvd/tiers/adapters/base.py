@@ -1,0 +1,185 @@
+"""The interface of a tier: what the arena's values are stored to and loaded from.
+
+Methods are synchronous, batched and thread-safe: tiering calls them from worker threads, several at once, never from the
+event loop, save `lookup` of an adapter with `local_index`. Results are per item and in order: one bad item never fails
+its neighbours. Buffers belong to the caller: an adapter touches them only between call and return, also when it raises.
+
+An adapter never returns wrong bytes: it stores the full 64 bytes of identity and a checksum beside the value and compares
+both on load. What does not match is MISS or CORRUPT, never an exception. An exception (AdapterError) means that the
+adapter as a whole could not do its work, and counts against its breaker.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvd.store.identity import Identity
+from kvd.store.retention import NEVER, Retention
+from kvtools.errors import KvError, UsageError
+
+
+class AdapterError(KvError):
+    """The adapter could not do its work (I/O error, server away): counts against its breaker; the daemon serves on."""
+
+
+class AdapterFull(AdapterError):
+    """No room, and nothing that may be evicted (ENOSPC, free-space floor)."""
+
+
+class AdapterConfigError(UsageError):
+    """A configuration this adapter cannot start with: names adapter, field and what to do."""
+
+
+class Durability(IntEnum):
+    """What survives: NONE a daemon crash at most, GROUP a power cut soon, FSYNC a power cut now."""
+
+    NONE = 0
+    GROUP = 1
+    FSYNC = 2
+
+
+class Item(NamedTuple):
+    """One value to store. `data` is read-only for the adapter and exactly the value's length.
+
+    `padded` is the same memory rounded up to 4096 bytes when it lies 4 KiB-aligned in the arena (the slack is zeroed), so
+    that O_DIRECT can write it in place; else None.
+    """
+
+    identity: Identity
+    data: memoryview
+    retention: Retention = Retention.LONG
+    expires_ns: int = NEVER
+    padded: memoryview | None = None
+
+
+class Stored(NamedTuple):
+    """What became of one item: `ok`, or why not ('full', 'too_large', 'io_error', 'expired', 'unwanted', ...)."""
+
+    ok: bool
+    reason: str = ""
+    durability: Durability = Durability.NONE
+
+
+class Hit(NamedTuple):
+    """What a look-up knows of a stored value."""
+
+    length: int
+    retention: Retention
+    expires_ns: int = NEVER
+
+
+class Want(NamedTuple):
+    """One value to load: exactly `into`'s length is expected. `padded` as in Item: the same memory up to the next 4096."""
+
+    identity: Identity
+    into: memoryview
+    padded: memoryview | None = None
+
+
+class Loaded(IntEnum):
+    """What became of one load. After anything but OK the bytes of `into` are undefined."""
+
+    OK = 0
+    MISS = 1
+    CORRUPT = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an adapter can do; shown in `kvd stats` and in the table of the docs."""
+
+    evict: bool = False
+    """Makes room by itself within its byte limit."""
+    enumerate: bool = False
+    """Can list what it holds, so `exists` and `clear` cover it."""
+    durable: bool = False
+    """Values survive a restart of the daemon."""
+    direct_extents: bool = False
+    """Can hand out file extents for GPU-direct I/O."""
+    exact_usage: bool = False
+    """`usage` counts the bytes really taken, right also after a restart."""
+    local_index: bool = False
+    """`lookup` is a look into memory: quick enough for the event loop."""
+
+
+@dataclass
+class Usage:
+    """Bytes taken and allowed (limit 0: no limit known), and values held."""
+
+    bytes_used: int = 0
+    bytes_limit: int = 0
+    entries: int = 0
+
+
+@dataclass
+class Counters:
+    """What happened since start; tiering publishes them as `tier_<name>_total{tier=...}`."""
+
+    stores: int = 0
+    store_bytes: int = 0
+    store_failures: int = 0
+    hits: int = 0
+    load_bytes: int = 0
+    misses: int = 0
+    corruptions: int = 0
+    evictions: int = 0
+    io_errors: int = 0
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+class Adapter(ABC):
+    """One tier. `name` is unique in the daemon, `type` is the registry's word."""
+
+    type: str = ""
+    capabilities = Capabilities()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counters = Counters()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Recover and become ready. Raises AdapterConfigError (will never work) or AdapterError (may work later)."""
+
+    @abstractmethod
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Make what was stored as durable as can be, write what speeds up the next start, release everything."""
+
+    @abstractmethod
+    def store(self, items: Sequence[Item]) -> list[Stored]:
+        """Store each item; a value already held under the same identity is not rewritten unless it differs in expiry or class."""
+
+    @abstractmethod
+    def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        """What is held, unexpired. Counts neither hit nor miss."""
+
+    @abstractmethod
+    def load(self, wants: Sequence[Want]) -> list[Loaded]:
+        """Fill each buffer with exactly the bytes stored under its identity, verified."""
+
+    @abstractmethod
+    def delete(self, identities: Sequence[Identity]) -> int:
+        """Forget these, also over a restart. Returns how many were held."""
+
+    def delete_namespace(self, namespace: bytes) -> int:
+        """Forget everything of one namespace. Raises AdapterError where the adapter cannot enumerate."""
+        return self.delete([identity for identity, _ in self.enumerate() if identity[:32] == namespace])
+
+    def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        """Everything held. Raises AdapterError where `capabilities.enumerate` is False."""
+        raise AdapterError(f"{self.type} cannot list what it holds")
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Bytes and entries now."""
+
+    def flush(self) -> Durability:
+        """Make everything stored so far as durable as this adapter can, and say how durable that is."""
+        return Durability.NONE
+
+    def describe(self) -> dict[str, object]:
+        """Settings worth showing (path, durability, I/O mode); no secrets."""
+        return {}

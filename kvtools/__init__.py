@@ -1,0 +1,15 @@
+"""The shared core of kvtools: what every command stands on. Standard library only, except `cli`.
+
+errors     the exception tree; each error knows its exit code and says what to do
+exits      exit codes, one IntEnum: they are an API
+units      sizes and times, parsed and printed
+output     tables, JSON, colour: data on stdout, all else on stderr
+config     flag > environment > file > default, and where each value came from
+segments   what lies in shared memory: pool segments, owner sidecars, stats segments
+devices    GPUs by sysfs, NVML or amdsmi
+ctl        kvctl's commands
+elastic    virtual-memory back ends and the elastic KV pool
+cli        the one Typer app: names of commands, resolved when used
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,235 @@
+"""The one Typer app, and the edge of every command: names -> "module:app", resolved when used.
+
+`kvctl`, `kvtop`, `kvdoctor`, `kvd` and `kvgate` are the groups ctl, top, doctor, d and gate of `kvtools`. A group's module
+is imported when that group runs, so `kvctl list` never pays for the dashboard. `run` is the only place that turns an
+error into a line on stderr and an exit status:
+
+    kvctl: error: no segment named VLLM_MODEL_2
+    hint: did you mean VLLM_MODEL_1?
+
+Each app is made by `new_app`, so that --help, --version, --debug and the plain style are the same everywhere.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer._click.core import Command, Context
+from typer._click.exceptions import ClickException, NoSuchOption, UsageError
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from kvtools import __version__
+from kvtools.errors import KvError
+from kvtools.exits import Exit
+
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "ctl": ("kvctl", "kvtools.ctl.app:app", "Who holds the KV memory of each engine, and what may it hold?"),
+    "top": ("kvtop", "kvtop.app:app", "Segments, tiers and hit rates, live on one screen."),
+    "doctor": ("kvdoctor", "kvdoctor.app:app", "Can this host do GPU-direct, and if not, which gate is shut?"),
+    "d": ("kvd", "kvd.app:app", "The KV offload daemon: serve it, look into it, empty it."),
+    "gate": ("kvgate", "kvgate.app:app", "One front for several models that share a GPU and sleep when idle."),
+}
+"""Group name -> (console script, where its Typer app lives, one line of help)."""
+
+_debug = False
+
+
+def _set_debug(value: bool) -> None:
+    global _debug
+    _debug = _debug or value
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"kvtools {__version__}\n")
+        raise typer.Exit(0)
+
+
+DebugOption = Annotated[bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show a traceback with an error.")]
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON (bytes are integers).")]
+
+
+def new_app(help: str, *, callback: bool = True, **options: Any) -> typer.Typer:  # noqa: A002 - Typer's own word
+    """A Typer app in the house style: plain text, -h, --debug and --version, no completion flags of its own.
+
+    With `callback=False` the module declares its own callback, with DebugOption and VersionOption among its parameters.
+    """
+    app = typer.Typer(
+        help=help,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=options.pop("no_args_is_help", False),
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        **options,
+    )
+    if callback:
+
+        @app.callback()
+        def common(debug: DebugOption = False, version: VersionOption = False) -> None:
+            pass
+
+        common.__doc__ = help
+    return app
+
+
+def load(target: str) -> Command:
+    """The command behind "module:attribute", with the house style of `new_app`."""
+    module, _, attribute = target.partition(":")
+    return get_command(getattr(importlib.import_module(module), attribute))
+
+
+class LazyGroup(TyperGroup):
+    """The root group: a sub-group's module is imported only when that sub-group is used."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        if cmd_name in COMMANDS:
+            command = load(COMMANDS[cmd_name][1])
+            command.name = cmd_name
+            return command
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: Context, formatter: Any) -> None:
+        rows = [(name, f"{text} (also: {script})") for name, (script, _, text) in COMMANDS.items()]
+        for name in super().list_commands(ctx):
+            command = super().get_command(ctx, name)
+            if command is not None and not command.hidden:
+                rows.append((name, command.get_short_help_str(80)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def run(prog: str, target: str, args: list[str] | None = None) -> NoReturn:
+    """Run the app behind `target` as `prog` and exit. Every error becomes one line, a hint and a status here."""
+    words = sys.argv[1:] if args is None else args
+    sys.exit(_run(prog, target, words))
+
+
+def _run(prog: str, target: str, words: list[str]) -> int:
+    global _debug
+    _debug = bool(os.environ.get("KVTOOLS_DEBUG"))
+    try:
+        command = load(target)
+        command._main_shell_completion({}, prog)  # answers and exits when a shell asks for completions
+        with command.make_context(prog, list(words)) as context:
+            value = command.invoke(context)
+        sys.stdout.flush()
+        return int(value) if isinstance(value, int) else Exit.OK
+    except typer.Exit as stop:
+        return _flush(stop.exit_code)
+    except KvError as error:
+        return _fail(prog, error.message, error.hint, error.exit_code)
+    except UsageError as error:
+        return _fail_usage(prog, error, words)
+    except ClickException as error:
+        return _fail(prog, error.format_message(), "", error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _quiet_stdout()
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        if _debug:
+            raise
+        _quiet_stdout()
+        return Exit.PIPE
+    except ModuleNotFoundError as error:
+        if _debug:
+            raise
+        return _fail(
+            prog, f"the Python package {error.name!r} is not installed", "install kvtools with the extra that brings it", Exit.USAGE
+        )
+    except OSError as error:
+        # The process edge: an operating-system error nobody nearer could explain still gets one line.
+        if _debug:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(prog, f"{error.strerror or error}{where}", "run again with --debug for the traceback", Exit.FAILED)
+
+
+def _flush(code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _quiet_stdout()
+        return Exit.PIPE
+    return code
+
+
+def _fail(prog: str, message: str, hint: str, code: int) -> int:
+    if _debug and sys.exc_info()[0] is not None:
+        import traceback
+
+        traceback.print_exc()
+    _flush(code)
+    sys.stderr.write(f"{prog}: error: {message}\n")
+    if hint:
+        sys.stderr.write(f"hint: {hint}\n")
+    return code
+
+
+def _fail_usage(prog: str, error: UsageError, words: list[str]) -> int:
+    if not words and error.ctx is not None and not error.message.startswith("Missing"):
+        sys.stderr.write(error.ctx.get_help() + "\n")
+        return Exit.USAGE
+    message = error.format_message().rstrip(".")
+    message = message[:1].lower() + message[1:]
+    path = error.ctx.command_path if error.ctx is not None else prog
+    hint = f"{path} --help lists what there is"
+    if isinstance(error, NoSuchOption) and error.ctx is not None:
+        known = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
+        near = difflib.get_close_matches(error.option_name, known, n=1)
+        message = f"no such option: {error.option_name}"
+        hint = f"did you mean {near[0]}?" if near else hint
+    return _fail(prog, message, hint, Exit.USAGE)
+
+
+def _quiet_stdout() -> None:
+    """Point stdout at /dev/null, so that the interpreter's last flush cannot raise."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives until the process ends
+
+
+app = new_app("The operator's toolkit for the KV cache of LLM inference hosts.", cls=LazyGroup, no_args_is_help=True)
+
+
+def _entry(group: str) -> NoReturn:
+    script, target, _ = COMMANDS[group]
+    run(script, target)
+
+
+def kvtools() -> NoReturn:
+    """Console script: all groups under one name."""
+    run("kvtools", "kvtools.cli:app")
+
+
+def kvctl() -> NoReturn:
+    """Console script kvctl."""
+    _entry("ctl")
+
+
+def kvtop() -> NoReturn:
+    """Console script kvtop."""
+    _entry("top")
+
+
+def kvdoctor() -> NoReturn:
+    """Console script kvdoctor."""
+    _entry("doctor")
+
+
+def kvd() -> NoReturn:
+    """Console script kvd."""
+    _entry("d")
+
+
+def kvgate() -> NoReturn:
+    """Console script kvgate."""
+    _entry("gate")
