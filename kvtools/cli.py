@@ -13,12 +13,14 @@ Each app is made by `new_app`, so that --help, --version, --debug and the plain 
 import difflib
 import importlib
 import os
+import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer._click.core import Command, Context
-from typer._click.exceptions import ClickException, NoSuchOption, UsageError
+from typer._click.exceptions import ClickException, MissingParameter, NoSuchOption, UsageError
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -32,8 +34,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("kvdoctor", "kvdoctor.app:app", "Can this host do GPU-direct, and if not, which gate is shut?"),
     "d": ("kvd", "kvd.app:app", "The KV offload daemon: serve it, look into it, empty it."),
     "gate": ("kvgate", "kvgate.app:app", "One front for several models that share a GPU and sleep when idle."),
+    "demo": ("", "kvd.demo:app", "The daemon, its restart, a pool segment and the dashboard, on this machine, in a minute."),
+    "config": ("", "kvtools.settings:app", "What the environment sets for every command, and where each value came from."),
+    "completion": ("", "kvtools.completion:app", "A shell's completion script for all commands."),
 }
-"""Group name -> (console script, where its Typer app lives, one line of help)."""
+"""Name -> (console script where there is one, where its Typer app lives, one line of help)."""
 
 _debug = False
 
@@ -66,6 +71,7 @@ def new_app(help: str, *, callback: bool = True, **options: Any) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         add_completion=False,
+        suggest_commands=False,
         no_args_is_help=options.pop("no_args_is_help", False),
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
         **options,
@@ -100,7 +106,7 @@ class LazyGroup(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: Context, formatter: Any) -> None:
-        rows = [(name, f"{text} (also: {script})") for name, (script, _, text) in COMMANDS.items()]
+        rows = [(name, f"{text} (also: {script})" if script else text) for name, (script, _, text) in COMMANDS.items()]
         for name in super().list_commands(ctx):
             command = super().get_command(ctx, name)
             if command is not None and not command.hidden:
@@ -180,16 +186,34 @@ def _fail_usage(prog: str, error: UsageError, words: list[str]) -> int:
     if not words and error.ctx is not None and not error.message.startswith("Missing"):
         sys.stderr.write(error.ctx.get_help() + "\n")
         return Exit.USAGE
+    message, hint = _explain(error)
+    path = error.ctx.command_path if error.ctx is not None else prog
+    return _fail(prog, message, hint or f"{path} --help lists what there is", Exit.USAGE)
+
+
+def _explain(error: UsageError) -> tuple[str, str]:
+    """The line and, where there is a better one than "see --help", the hint for a usage error."""
     message = error.format_message().rstrip(".")
     message = message[:1].lower() + message[1:]
-    path = error.ctx.command_path if error.ctx is not None else prog
-    hint = f"{path} --help lists what there is"
-    if isinstance(error, NoSuchOption) and error.ctx is not None:
-        known = [name for parameter in error.ctx.command.params for name in parameter.opts if name.startswith("--")]
-        near = difflib.get_close_matches(error.option_name, known, n=1)
-        message = f"no such option: {error.option_name}"
-        hint = f"did you mean {near[0]}?" if near else hint
-    return _fail(prog, message, hint, Exit.USAGE)
+    context = error.ctx
+    if isinstance(error, MissingParameter) and error.param is not None and context is not None:
+        named = error.param.make_metavar(context).upper() if error.param.param_type_name == "argument" else error.param.opts[0]
+        return f"missing {error.param.param_type_name} {named}", ""
+    if context is None:
+        return message, ""
+    if isinstance(error, NoSuchOption):
+        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        return f"no such option: {error.option_name}", _did_you_mean(error.option_name, known)
+    if (typed := re.fullmatch(r"no such command '(.*)'", message)) and isinstance(context.command, TyperGroup):
+        return message, _did_you_mean(typed[1], context.command.list_commands(context))
+    if typed := re.fullmatch(r"got unexpected extra argument(?:s|\(s\))? \((.*)\)", message):
+        return f"unexpected argument: {typed[1]}", ""
+    return message, ""
+
+
+def _did_you_mean(typed: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
 def _quiet_stdout() -> None:

@@ -1,0 +1,156 @@
+"""The runner behind `make test`, `make check`, `make lint` and `make slow`.
+
+    python -m tests.support.suites all      linters, the base suite, the engine suite; a part nobody tested fails the run
+    python -m tests.support.suites check    linters and the base suite
+    python -m tests.support.suites lint     linters only
+    python -m tests.support.suites slow     what is marked slow, in both environments
+
+Each suite is one pytest process in its own environment (.venv, .venv-vllm). The last lines say, for all of them together,
+how many tests passed and how many of those ran against each real part. Exit status 0 only when everything passed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support import system_packages
+from tests.support.real_parts import allowed, in_ci
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / ".venv" / "bin"
+ENGINE = ROOT / ".venv-vllm" / "bin"
+REQUIRED = ("vllm", "kvd", "segments", "tmux")
+"""Real parts that `all` must have tested, beside those that some test declares."""
+
+
+@dataclass
+class Outcome:
+    """What became of one step, and of the tests in it."""
+
+    name: str
+    ok: bool
+    seconds: float
+    counts: Counter[str] = field(default_factory=Counter)
+    real: Counter[str] = field(default_factory=Counter)
+    declared: set[str] = field(default_factory=set)
+    skips: list[tuple[str, str]] = field(default_factory=list)
+
+    def line(self) -> str:
+        tests = "".join(f", {self.counts[word]} {word}" for word in ("passed", "failed", "skipped") if self.counts.total())
+        return f"{self.name}: {'ok' if self.ok else 'FAILED'}{tests} ({self.seconds:.0f} s)"
+
+
+def lint() -> Outcome:
+    """All linters, two at a time; only what is wrong is shown."""
+    pages = sorted(str(page) for page in (ROOT / "man" / "man1").glob("*.1"))
+    commands: list[list[str]] = [
+        [str(BASE / "mypy")],
+        [str(BASE / "ruff"), "check", "."],
+        [str(BASE / "ruff"), "format", "--check", "."],
+        [str(BASE / "lint-imports")],
+        *[["bash", "-n", str(script)] for script in (ROOT / ".ci" / "run", ROOT / "tests" / "support" / "setup.sh")],
+    ]
+    missing_mandoc = not shutil.which("mandoc")
+    if pages and not missing_mandoc:
+        commands.append(["mandoc", "-T", "lint", "-W", "warning", *pages])
+
+    def run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(run, commands))
+    ok = not (missing_mandoc and in_ci())
+    for command, ended in zip(commands, runs, strict=True):
+        if ended.returncode != 0:
+            ok = False
+            print(f"--- {' '.join([Path(command[0]).name, *command[1:]])}\n{ended.stdout}{ended.stderr}", flush=True)
+    if missing_mandoc:
+        print("lint: mandoc is not installed: the man pages were not linted", flush=True)
+    return Outcome("lint", ok, time.monotonic() - start)
+
+
+def suite(name: str, python: Path, arguments: Sequence[str]) -> Outcome:
+    """One pytest process, its output as it comes. Not `ok` when it could not run or its counts are missing."""
+    start = time.monotonic()
+    print(f"=== {name} suite", flush=True)
+    with tempfile.TemporaryDirectory(prefix="kvtools-suite-") as scratch:
+        counts = Path(scratch) / "counts.json"
+        command = [str(python / "python"), "-m", "pytest", "-q", *arguments]
+        run = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env={**os.environ, "KVTOOLS_COUNTS": str(counts)})
+        seconds = time.monotonic() - start
+        if not counts.exists():
+            return Outcome(name, False, seconds)
+        found = json.loads(counts.read_text())
+    return Outcome(
+        name,
+        run.returncode == 0,
+        seconds,
+        Counter({word: found[word] for word in ("passed", "failed", "skipped")}),
+        Counter(found["real"]),
+        set(found["declared"]),
+        [(test, reason) for test, reason in found["skips"]],
+    )
+
+
+def verdict(outcomes: Sequence[Outcome], *, everything: bool, leaked: Sequence[str], seconds: float) -> bool:
+    """Print what happened and return whether all is well. The last two lines are the totals and the real parts."""
+    total: Counter[str] = Counter()
+    real: Counter[str] = Counter()
+    declared = set(REQUIRED) if everything else set()
+    for outcome in outcomes:
+        total += outcome.counts
+        real += outcome.real
+        declared |= outcome.declared
+    print()
+    for outcome in outcomes:
+        print(outcome.line())
+        for test, reason in outcome.skips:
+            print(f"  skipped: {test}: {reason}" + (f" (allowed: {why})" if (why := allowed(reason)) else ""))
+    for name in leaked:
+        print(f"left behind in shared memory: {name}")
+    untested = sorted(part for part in declared if not real[part]) if everything else []
+    if untested:
+        print("no test passed against these real parts: " + ", ".join(untested))
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped in {seconds:.0f} s")
+    print("real parts: " + " ".join(f"{part}={real[part]}" for part in sorted(declared | set(real), key=lambda p: (-real[p], p))))
+    return all(outcome.ok for outcome in outcomes) and not untested and not (leaked and in_ci())
+
+
+def ours_in_shared_memory(folder: Path = Path("/dev/shm")) -> set[str]:
+    """Names there that look like this project's. On a machine where others test too, some may be theirs."""
+    return {entry.name for entry in folder.iterdir() if entry.name.startswith(("kvtools.", "kvt-")) or entry.suffix == ".kvtools"}
+
+
+def main(words: Sequence[str]) -> int:
+    mode = words[0] if len(words) == 1 else ""
+    if mode not in {"all", "check", "lint", "slow"}:
+        print("usage: python -m tests.support.suites all | check | lint | slow", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    before = ours_in_shared_memory()
+    system_packages.ensure()
+    outcomes = [] if mode == "slow" else [lint()]
+    which = "slow" if mode == "slow" else "not slow and not soak"
+    if mode != "lint":
+        outcomes.append(suite("base", BASE, ["-m", f"not vllm and {which}"]))
+    if mode in {"all", "slow"}:
+        outcomes.append(suite("engine", ENGINE, ["-m", f"vllm and {which}"]))
+    leaked = sorted(ours_in_shared_memory() - before)
+    return 0 if verdict(outcomes, everything=mode == "all", leaked=leaked, seconds=time.monotonic() - start) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
