@@ -1,0 +1,119 @@
+"""Which bytes of the arena are free: a segregated-fit allocator over 4 KiB pages.
+
+Free runs of pages sit in bins by size: one bin a size below 16 pages, then eight bins a power of two (the two-level
+scheme of TLSF). A bit mask of non-empty bins finds the smallest bin whose every run is large enough in a few integer
+operations; neighbours merge at once through two dicts, run by first page and run by end. Every operation is O(1), and
+only free runs cost a Python object: a full arena of a million values costs nothing here.
+
+The tail that was never lent (the wilderness) is kept apart and used last, so that a young daemon stays low in its memory
+and pages are faulted in from one end only.
+"""
+
+PAGE = 4096
+_EXACT = 16
+_SUB_BITS = 3
+_SUB = 1 << _SUB_BITS
+_SCAN = 8  # runs looked at in the bin that may or may not hold one large enough
+
+
+def pages_of(length: int) -> int:
+    """Pages that `length` bytes take; an empty value takes one, so that every value has an address."""
+    return max(1, length + PAGE - 1 >> 12)
+
+
+def _bin_of(pages: int) -> int:
+    """The bin a run of `pages` is kept in: every run of the next bin is larger."""
+    if pages < _EXACT:
+        return pages
+    power = pages.bit_length() - 1
+    return _EXACT + (power - 4) * _SUB + ((pages >> power - _SUB_BITS) & _SUB - 1)
+
+
+class Extents:
+    """Free pages of one arena. Not thread-safe: the event loop owns it."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.top = 0
+        """First page of the wilderness: nothing at or above it is lent."""
+        self.free_pages = pages
+        self._size: dict[int, int] = {}  # first page of a free run -> pages
+        self._start: dict[int, int] = {}  # page after a free run -> its first page
+        self._bins: list[dict[int, None]] = [{} for _ in range(_bin_of(max(pages, 1)) + 2)]
+        self._mask = 0
+
+    def alloc(self, pages: int) -> int | None:
+        """First page of a run of `pages`, or None when no run is large enough."""
+        if pages > self.free_pages:
+            return None
+        start = self._find(pages)
+        if start is not None:
+            size = self._take(start)
+            if size > pages:
+                self._put(start + pages, size - pages)
+        elif self.top + pages <= self.pages:
+            start = self.top
+            self.top += pages
+        else:
+            return None
+        self.free_pages -= pages
+        return start
+
+    def free(self, start: int, pages: int) -> None:
+        """Give a run back; it merges with free neighbours."""
+        self.free_pages += pages
+        before = self._start.get(start)
+        if before is not None:
+            pages += self._take(before)
+            start = before
+        end = start + pages
+        if end in self._size:
+            pages += self._take(end)
+        if start + pages == self.top:
+            self.top = start
+        else:
+            self._put(start, pages)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """All free runs below the wilderness as (first page, pages), for tests and the fragmentation figure."""
+        return sorted(self._size.items())
+
+    def largest(self) -> int:
+        """Pages of the largest run that `alloc` could give now."""
+        tail = self.pages - self.top
+        if not self._mask:
+            return tail
+        return max(tail, *(self._size[start] for start in self._bins[self._mask.bit_length() - 1]))
+
+    def _find(self, pages: int) -> int | None:
+        own = _bin_of(pages)
+        above = self._mask >> own + 1
+        if pages >= _EXACT and self._bins[own]:
+            # This bin holds runs from a little smaller to a little larger: look at a few before going up.
+            for tried, start in enumerate(reversed(self._bins[own])):
+                if self._size[start] >= pages:
+                    return start
+                if tried >= _SCAN:
+                    break
+        elif self._mask >> own & 1:
+            return next(reversed(self._bins[own]))
+        if not above:
+            return None
+        return next(reversed(self._bins[own + 1 + (above & -above).bit_length() - 1]))
+
+    def _put(self, start: int, pages: int) -> None:
+        self._size[start] = pages
+        self._start[start + pages] = start
+        index = _bin_of(pages)
+        self._bins[index][start] = None
+        self._mask |= 1 << index
+
+    def _take(self, start: int) -> int:
+        pages = self._size.pop(start)
+        del self._start[start + pages]
+        index = _bin_of(pages)
+        kept = self._bins[index]
+        del kept[start]
+        if not kept:
+            self._mask &= ~(1 << index)
+        return pages

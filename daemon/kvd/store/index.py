@@ -1,0 +1,307 @@
+"""identity -> where the value lies, and who goes first when room is needed.
+
+A value is a *slot*: a row in a few numpy columns (first page, length, last use, expiry, pins, ...). A namespace is a dict
+from its 32-byte keys to slot numbers. Rows instead of objects for two reasons: memory (about 45 bytes a row beside the
+key and its dict entry) and batches: a request with a thousand keys is one pass of dict look-ups and then a handful of
+vector operations, which is what lets one Python thread answer millions of keys a second. Memoryviews of the same columns
+serve single keys, where numpy's scalars would cost more than the work.
+
+Least recently used: every use writes a rising tick into the row, nothing else. When room is needed, the victims of a
+class are found a batch at a time: a partial sort picks the oldest 1/32 of it, which then leave in order, each one only if
+its tick is still the same (a later use made it younger than everything in the batch). So the order is exactly LRU inside
+a class, a use costs one store, and an eviction an amortised few dozen nanoseconds, at any size.
+
+State of a slot: FREE, LIVE (found by its key), GONE (deleted or replaced while pinned: its bytes stay until the last pin
+is off). Not thread-safe: the event loop owns it.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.store.retention import NEVER, Retention
+
+FREE, LIVE, GONE = 0, 1, 2
+ABSENT = 0
+"""Slot number of nothing: row 0 is never used."""
+
+Slots = npt.NDArray[np.int64]
+
+_VICTIMS = 32  # a batch of victims is this part of its class
+_COLUMNS = {
+    "start": np.uint32,  # first page in the arena
+    "length": np.uint64,
+    "tick": np.uint64,
+    "expires": np.int64,
+    "pins": np.uint32,
+    "state": np.uint8,
+    "klass": np.uint8,
+    "dirty": np.uint8,  # tiers it is still on its way to
+    "space": np.uint32,  # number of its namespace
+}
+
+
+class Namespace:
+    """One namespace's keys. Counters are what `kvd stats` shows for it."""
+
+    __slots__ = ("bytes", "hits", "misses", "name", "number", "slots")
+
+    def __init__(self, name: bytes, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.slots: dict[bytes, int] = {}
+        self.bytes = 0
+        self.hits = 0
+        self.misses = 0
+
+
+class Index:
+    """Rows, namespaces and eviction order of one arena."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self.keys: list[bytes | None] = []
+        self._grow(1024)
+        self._free: list[int] = []
+        self._next = 1
+        self._tick = 0
+        self.spaces: dict[bytes, Namespace] = {}
+        self.by_number: list[Namespace] = []
+        self.entries = 0
+        self.gone = 0
+        """Deleted or replaced values that a pin still holds."""
+        self.live = [0] * len(Retention)
+        self._victims: list[deque[tuple[int, int]]] = [deque() for _ in Retention]
+        self._barren = [False] * len(Retention)  # nothing to take in that class until something changes
+        self._expiries: list[tuple[int, int, int]] = []  # heap of (expiry, slot, tick of its start)
+        self._born: dict[int, int] = {}  # slot -> tick of its start, of values with an expiry only
+
+    # ---- columns -------------------------------------------------------------------------------------------------
+
+    def _grow(self, rows: int) -> None:
+        for name, kind in _COLUMNS.items():
+            column = np.zeros(rows, dtype=kind)
+            if self._rows:
+                column[: self._rows] = getattr(self, name)
+            setattr(self, name, column)
+            setattr(self, f"{name}_of", column.data)
+        self.keys.extend(repeat(None, rows - self._rows))
+        self._rows = rows
+
+    start: npt.NDArray[np.uint32]
+    length: npt.NDArray[np.uint64]
+    tick: npt.NDArray[np.uint64]
+    expires: npt.NDArray[np.int64]
+    pins: npt.NDArray[np.uint32]
+    state: npt.NDArray[np.uint8]
+    klass: npt.NDArray[np.uint8]
+    dirty: npt.NDArray[np.uint8]
+    space: npt.NDArray[np.uint32]
+    start_of: "memoryview[int]"
+    length_of: "memoryview[int]"
+    tick_of: "memoryview[int]"
+    expires_of: "memoryview[int]"
+    pins_of: "memoryview[int]"
+    state_of: "memoryview[int]"
+    klass_of: "memoryview[int]"
+    dirty_of: "memoryview[int]"
+    space_of: "memoryview[int]"
+
+    # ---- look-up ---------------------------------------------------------------------------------------------------
+
+    def namespace(self, name: bytes) -> Namespace:
+        """The namespace of that name, made when new."""
+        found = self.spaces.get(name)
+        if found is None:
+            found = self.spaces[name] = Namespace(name, len(self.by_number))
+            self.by_number.append(found)
+        return found
+
+    def find(self, space: Namespace, keys: Sequence[bytes], now_ns: int) -> Slots:
+        """The live, unexpired slot of each key, ABSENT where there is none."""
+        slots = np.fromiter(map(space.slots.get, keys, repeat(ABSENT)), dtype=np.int64, count=len(keys))
+        if self._expiries:
+            expires = self.expires[slots]
+            slots[(expires != NEVER) & (expires <= now_ns)] = ABSENT
+        return slots
+
+    def find_one(self, space: Namespace, key: bytes, now_ns: int) -> int:
+        """`find` for one key."""
+        slot = space.slots.get(key, ABSENT)
+        if slot and self._expiries:
+            expires = self.expires_of[slot]
+            if expires != NEVER and expires <= now_ns:
+                return ABSENT
+        return slot
+
+    def touch(self, slots: Slots) -> None:
+        """These were used now, in this order."""
+        count = len(slots)
+        self.tick[slots] = np.arange(self._tick, self._tick + count, dtype=np.uint64)
+        self._tick += count
+
+    def touch_one(self, slot: int) -> None:
+        """`touch` for one slot."""
+        self.tick_of[slot] = self._tick
+        self._tick += 1
+
+    def age(self, slot: int) -> None:
+        """This one goes first in its class (a temporary copy of what a tier holds)."""
+        self.tick_of[slot] = 0
+        self._victims[self.klass_of[slot]].appendleft((slot, 0))
+
+    # ---- changes ---------------------------------------------------------------------------------------------------
+
+    def add(self, space: Namespace, key: bytes, page: int, length: int, klass: int, expires_ns: int) -> int:
+        """Make a value visible under its key, which must be free; returns its slot."""
+        slot = self._free.pop() if self._free else self._next
+        if slot == self._next:
+            self._next += 1
+            if slot >= self._rows:
+                self._grow(self._rows * 2)
+        self.start_of[slot] = page
+        self.length_of[slot] = length
+        self.tick_of[slot] = self._tick
+        self.expires_of[slot] = expires_ns
+        self.pins_of[slot] = 0
+        self.state_of[slot] = LIVE
+        self.klass_of[slot] = klass
+        self.dirty_of[slot] = 0
+        self.space_of[slot] = space.number
+        self.keys[slot] = key
+        space.slots[key] = slot
+        space.bytes += length
+        if expires_ns != NEVER:
+            heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
+            self._born[slot] = self._tick
+        self._tick += 1
+        self.entries += 1
+        self.live[klass] += 1
+        self._barren[klass] = False
+        return slot
+
+    def change(self, slot: int, klass: int, expires_ns: int) -> None:
+        """Give a live value another class and expiry."""
+        old = self.klass_of[slot]
+        if old != klass:
+            self.live[old] -= 1
+            self.live[klass] += 1
+            self.klass_of[slot] = klass
+            self._barren[klass] = False
+        self.expires_of[slot] = expires_ns
+        self._born.pop(slot, None)
+        if expires_ns != NEVER:
+            heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
+            self._born[slot] = self._tick
+            self._tick += 1
+
+    def remove(self, slot: int) -> bool:
+        """Hide a live value. True when nothing pins it: the caller frees its pages and calls `release`."""
+        space = self.by_number[self.space_of[slot]]
+        key = self.keys[slot]
+        assert key is not None
+        assert self.state_of[slot] == LIVE
+        del space.slots[key]
+        space.bytes -= self.length_of[slot]
+        self.keys[slot] = None
+        self.entries -= 1
+        self.live[self.klass_of[slot]] -= 1
+        self._born.pop(slot, None)
+        self.state_of[slot] = GONE
+        self.gone += 1
+        return self.pins_of[slot] == 0
+
+    def release(self, slot: int) -> None:
+        """The pages of a GONE slot are free: so is the slot."""
+        self.gone -= 1
+        self.state_of[slot] = FREE
+        self._free.append(slot)
+
+    def pin(self, slots: Slots) -> None:
+        """One more pin on each."""
+        np.add.at(self.pins, slots, 1)
+
+    def unpin(self, slots: Slots) -> list[int]:
+        """One pin less on each; the GONE ones that nothing pins any more, to be freed by the caller."""
+        np.subtract.at(self.pins, slots, 1)
+        self.stir()
+        if not self.gone:
+            return []
+        ended = slots[(self.state[slots] == GONE) & (self.pins[slots] == 0)]
+        return [] if not len(ended) else list(dict.fromkeys(ended.tolist()))
+
+    def stir(self) -> None:
+        """Something may be evictable that was not."""
+        self._barren = [False] * len(self._barren)
+
+    # ---- who goes first ----------------------------------------------------------------------------------------------
+
+    def next_expired(self, now_ns: int) -> int:
+        """A live slot whose expiry has passed, or ABSENT."""
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            _, slot, born = heapq.heappop(self._expiries)
+            if self._born.get(slot) == born and self.state_of[slot] == LIVE:
+                del self._born[slot]
+                return slot
+        return ABSENT
+
+    def victim(self, *, spare_dirty: bool = True) -> int:
+        """The slot to evict next: lowest class, least recently used in it, not pinned, or ABSENT when there is none.
+
+        `spare_dirty` keeps values that are still on their way to a tier.
+        """
+        for klass, count in enumerate(self.live):
+            if not count:
+                continue
+            slot = self._victim_of(klass, spare_dirty)
+            if slot:
+                return slot
+        return ABSENT
+
+    def _victim_of(self, klass: int, spare_dirty: bool) -> int:
+        batch = self._victims[klass]
+        for refilled in (False, True):
+            while batch:
+                slot, tick = batch.popleft()
+                if (
+                    self.state_of[slot] == LIVE
+                    and self.klass_of[slot] == klass
+                    and self.tick_of[slot] == tick
+                    and not self.pins_of[slot]
+                    and not (spare_dirty and self.dirty_of[slot])
+                ):
+                    return slot
+            if refilled or (self._barren[klass] and spare_dirty):
+                break
+            self._choose(klass, spare_dirty)
+        return ABSENT
+
+    def _choose(self, klass: int, spare_dirty: bool) -> None:
+        """Fill a class's batch of victims with its oldest part, oldest first."""
+        used = slice(0, self._next)
+        eligible = (self.state[used] == LIVE) & (self.klass[used] == klass) & (self.pins[used] == 0)
+        if spare_dirty:
+            eligible &= self.dirty[used] == 0
+        slots = np.flatnonzero(eligible)
+        if not len(slots):
+            self._barren[klass] = spare_dirty
+            return
+        ticks = self.tick[slots]
+        count = min(len(slots), max(64, len(slots) // _VICTIMS))
+        if count < len(slots):
+            oldest = np.argpartition(ticks, count - 1)[:count]
+            slots, ticks = slots[oldest], ticks[oldest]
+        order = np.argsort(ticks, kind="stable")
+        self._victims[klass].extend(zip(slots[order].tolist(), ticks[order].tolist(), strict=True))
+
+    # ---- listing -----------------------------------------------------------------------------------------------------
+
+    def live_slots(self, space: Namespace | None = None) -> Iterator[int]:
+        """All live slots (of one namespace): a snapshot, safe to change while iterating."""
+        if space is not None:
+            return iter(list(space.slots.values()))
+        return iter(np.flatnonzero(self.state[: self._next] == LIVE).tolist())

@@ -1,0 +1,225 @@
+"""Pins on bytes: read leases, extents lent for writing, tokens, and the quarantine.
+
+Read lease: its slots are pinned until it is released, its connection ends or its deadline passes. Numbers are never used
+twice (the number is the generation): whoever comes late with an old one finds out. A client need not ask: it counted the
+same deadline from before it sent the request, so its clock runs out first.
+
+Extent lent for writing: somebody else's process may be copying into it at any moment. It is reused only after its holder
+commits or aborts, or the holder's process is known to be gone. A passed deadline or a lost connection puts it in
+quarantine instead: a stalled copy may still be landing there.
+
+Token: a read lease of several namespaces that no connection owns; another connection of the same engine claims it by its
+16 random bytes, or its deadline ends it.
+
+This module only keeps the books; `store.Store` acts on what `expire` and `drop` return. Not thread-safe: the event loop.
+"""
+
+import heapq
+import secrets
+from dataclasses import dataclass, field
+
+from kvd.store.index import Slots
+
+
+class Holder:
+    """A connection that holds leases. `process` stands for its process: quarantined extents wait for that to end."""
+
+    __slots__ = ("lent", "lent_pages", "process", "reads")
+
+    def __init__(self, process: object = None) -> None:
+        self.process = process
+        self.reads: set[int] = set()
+        self.lent: dict[int, Lent] = {}  # serial -> extent
+        self.lent_pages = 0
+
+
+@dataclass(slots=True)
+class Lent:
+    """One extent lent for writing."""
+
+    serial: int
+    offset: int
+    length: int
+    pages: int
+    deadline_s: float
+    quarantined: bool = False
+
+
+@dataclass(slots=True)
+class ReadLease:
+    """Slots pinned for one holder until released or `deadline_s` (monotonic)."""
+
+    number: int
+    holder: Holder | None
+    slots: Slots
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Token:
+    """Pins of several namespaces waiting to be claimed, namespace by namespace."""
+
+    leases: dict[bytes, "TokenPart"]
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class TokenPart:
+    """One namespace of a token: the keys asked for, in order, and the read lease that pins those in the arena."""
+
+    keys: list[bytes]
+    lease: ReadLease | None
+
+
+@dataclass
+class Dropped:
+    """What ended: the caller unpins the read leases' slots and frees the extents."""
+
+    leases: list[ReadLease] = field(default_factory=list)
+    extents: list[Lent] = field(default_factory=list)
+
+
+class Leases:
+    """All pins of one store."""
+
+    def __init__(self) -> None:
+        self.reads: dict[int, ReadLease] = {}
+        self.tokens: dict[bytes, Token] = {}
+        self.quarantine: dict[int, tuple[object, Lent]] = {}  # serial -> (process, extent)
+        self.quarantine_pages = 0
+        self._number = 1
+        self._serial = 1
+        self._deadlines: list[tuple[float, int, bytes]] = []  # heap: (when, read lease number or 0, token or b"")
+        self._lent_deadlines: list[tuple[float, int, Holder]] = []
+        self.revoked = 0
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def open_read(self, holder: Holder | None, slots: Slots, deadline_s: float) -> ReadLease:
+        """A new read lease over slots that the caller has pinned."""
+        number = self._number
+        self._number += 1
+        lease = self.reads[number] = ReadLease(number, holder, slots, deadline_s)
+        if holder is not None:
+            holder.reads.add(number)
+        heapq.heappush(self._deadlines, (deadline_s, number, b""))
+        return lease
+
+    def close_read(self, number: int, holder: Holder | None) -> ReadLease | None:
+        """End a read lease of `holder`; None when it is no longer (or was never) its own."""
+        lease = self.reads.get(number)
+        if lease is None or lease.holder is not holder:
+            return None
+        del self.reads[number]
+        if holder is not None:
+            holder.reads.discard(number)
+        return lease
+
+    def open_token(self, parts: dict[bytes, TokenPart], deadline_s: float) -> bytes:
+        """A new token over parts whose leases have no holder."""
+        name = secrets.token_bytes(16)
+        self.tokens[name] = Token(parts, deadline_s)
+        heapq.heappush(self._deadlines, (deadline_s, 0, name))
+        return name
+
+    def claim(self, name: bytes, namespace: bytes) -> TokenPart | None:
+        """Take one namespace out of a token; None when the token has ended or has no such namespace (left)."""
+        token = self.tokens.get(name)
+        if token is None:
+            return None
+        part = token.leases.pop(namespace, None)
+        if not token.leases:
+            del self.tokens[name]
+        return part
+
+    def adopt(self, lease: ReadLease, holder: Holder, deadline_s: float) -> None:
+        """Hand a token's lease to the connection that claimed it."""
+        lease.holder = holder
+        lease.deadline_s = deadline_s
+        holder.reads.add(lease.number)
+        heapq.heappush(self._deadlines, (deadline_s, lease.number, b""))
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def lend(self, holder: Holder, offset: int, length: int, pages: int, deadline_s: float) -> Lent:
+        """An extent is now `holder`'s to write."""
+        serial = self._serial
+        self._serial += 1
+        lent = Lent(serial, offset, length, pages, deadline_s)
+        holder.lent[serial] = lent
+        holder.lent_pages += pages
+        heapq.heappush(self._lent_deadlines, (deadline_s, serial, holder))
+        return lent
+
+    def take_back(self, holder: Holder, serial: int) -> Lent | None:
+        """The holder is done with this extent (commit or abort): it is no longer lent, nor in quarantine.
+
+        None when it is not this holder's. `quarantined` tells a commit that it comes too late.
+        """
+        lent = holder.lent.pop(serial, None)
+        if lent is None:
+            return None
+        holder.lent_pages -= lent.pages
+        if self.quarantine.pop(serial, None):
+            self.quarantine_pages -= lent.pages
+        return lent
+
+    # ---- endings -----------------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> Dropped:
+        """Everything whose deadline has passed: read leases and tokens end, lent extents go to quarantine."""
+        dropped = Dropped()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, number, name = heapq.heappop(self._deadlines)
+            if name:
+                token = self.tokens.pop(name, None)
+                if token is not None:
+                    dropped.leases += [part.lease for part in token.leases.values() if part.lease is not None]
+                continue
+            lease = self.reads.get(number)
+            if lease is not None and lease.holder is not None and lease.deadline_s <= now_s:
+                self.close_read(number, lease.holder)
+                dropped.leases.append(lease)
+                self.revoked += 1
+        for lease in dropped.leases:
+            self.reads.pop(lease.number, None)
+        while self._lent_deadlines and self._lent_deadlines[0][0] <= now_s:
+            _, serial, holder = heapq.heappop(self._lent_deadlines)
+            if serial in holder.lent:
+                self._isolate(holder, holder.lent[serial])
+        return dropped
+
+    def next_deadline(self) -> float | None:
+        """Monotonic seconds of the next thing `expire` would end, or None."""
+        heads = [heap[0][0] for heap in (self._deadlines, self._lent_deadlines) if heap]
+        return min(heads) if heads else None
+
+    def drop(self, holder: Holder) -> Dropped:
+        """The connection is gone: its read leases end, its extents go to quarantine until its process is gone."""
+        dropped = Dropped([self.reads.pop(number) for number in holder.reads])
+        holder.reads.clear()
+        for lent in holder.lent.values():
+            self._isolate(holder, lent)
+        holder.lent.clear()
+        holder.lent_pages = 0
+        return dropped
+
+    def process_gone(self, process: object) -> Dropped:
+        """That process has ended: nobody can still be copying into what its connections had been lent."""
+        ended = [serial for serial, (owner, _) in self.quarantine.items() if owner is process]
+        dropped = Dropped()
+        for serial in ended:
+            _, lent = self.quarantine.pop(serial)
+            self.quarantine_pages -= lent.pages
+            dropped.extents.append(lent)
+        return dropped
+
+    def waits_for(self, process: object) -> bool:
+        """Whether something in quarantine waits for that process."""
+        return any(owner is process for owner, _ in self.quarantine.values())
+
+    def _isolate(self, holder: Holder, lent: Lent) -> None:
+        if not lent.quarantined:
+            lent.quarantined = True
+            self.quarantine[lent.serial] = (holder.process, lent)
+            self.quarantine_pages += lent.pages

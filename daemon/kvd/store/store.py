@@ -1,0 +1,331 @@
+"""The decisions about what is in RAM: what is stored, found, pinned, evicted and refused. No I/O, no waiting.
+
+A value's way in: `reserve` lends extents, the client fills its own mapping of them, `commit` makes the values visible;
+or `put_inline` for small ones that came in a frame. Its way out: `lease` pins what is there, the client reads its
+mapping, `release` unpins. A put under a key that exists makes a new value and hides the old one; bytes under a pin never
+change. Whoever needs to know of a new value (tiers) or of one that left is told through `Listener`.
+
+Invariants kept here: I1 (full identity is the only way to a value), I2 (pins, quarantine), I3 for the arena, I6 (pages are
+counted as taken). Not thread-safe: the event loop owns it, and no method takes longer than its batch.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvd.store.arena import Arena
+from kvd.store.extents import PAGE, pages_of
+from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
+from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease, TokenPart
+from kvd.store.retention import NEVER, Retention, expired
+
+LEND_AHEAD_PART = 16
+"""At most this part of the arena is lent ahead to one connection, and 64 MiB."""
+LEND_AHEAD_BYTES = 64 << 20
+
+
+@dataclass
+class Counts:
+    """What happened since start."""
+
+    sets: int = 0
+    set_bytes: int = 0
+    gets: int = 0
+    get_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    expirations: int = 0
+    deletes: int = 0
+    evicted_dirty: int = 0
+    promotions: int = 0
+    rejections: dict[str, int] = field(default_factory=dict)
+
+    def reject(self, reason: str) -> str:
+        self.rejections[reason] = self.rejections.get(reason, 0) + 1
+        return reason
+
+
+@dataclass
+class Listener:
+    """What the store tells: `stored(slot, replaced)` after a commit, `removed(slot)` before a value is hidden."""
+
+    stored: Callable[[int, bool], None] = lambda slot, replaced: None
+    removed: Callable[[int], None] = lambda slot: None
+
+
+class Store:
+    """All values in one arena."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arena = arena
+        self.index = Index()
+        self.leases = Leases()
+        self.counts = Counts()
+        self.listener = Listener()
+        self.clock_ns = clock_ns
+        self.monotonic = monotonic
+        self.draining = False
+        self.evict_dirty = False
+        """Set while a tier's breaker is open: what cannot be written to it may be evicted unwritten (and is counted)."""
+        self.evicting = True
+        """False for the eviction policy `noop`: a full arena refuses."""
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, holder: Holder, sizes: Sequence[int], deadline_s: float, *, ahead: bool = False) -> list[Lent]:
+        """Lend extents for the first sizes that get room, in order; the list is shorter where room ran out.
+
+        `ahead` lends a bounded reserve for puts to come and evicts nothing that is still on its way to a tier.
+        """
+        lent: list[Lent] = []
+        bound = min(self.arena.capacity // LEND_AHEAD_PART, LEND_AHEAD_BYTES) // PAGE
+        for size in sizes:
+            pages = pages_of(size)
+            if ahead and holder.lent_pages + pages > bound:
+                break
+            offset = self._room(size)
+            if offset is None:
+                break
+            lent.append(self.leases.lend(holder, offset, size, pages, deadline_s))
+        return lent
+
+    def too_large(self, size: int) -> bool:
+        """Whether no eviction could ever make room for a value of this size."""
+        return pages_of(size) * PAGE > self.arena.capacity
+
+    def commit(
+        self, holder: Holder, serial: int, namespace: bytes, key: bytes, length: int, retention: Retention, expires_ns: int
+    ) -> str:
+        """Make what was written to a lent extent visible; '' or the reason why it was refused (the extent is free then)."""
+        lent = self.leases.take_back(holder, serial)
+        if lent is None:
+            return self.counts.reject("lease_lost")
+        why = "lease_lost" if lent.quarantined else self.refusal(retention, expires_ns)
+        if not why and pages_of(length) > lent.pages:
+            why = "oversize"
+        if why:
+            self._free(lent.offset, lent.pages)
+            return self.counts.reject(why)
+        if lent.pages > (used := pages_of(length)):
+            self._free(lent.offset + used * PAGE, lent.pages - used)
+        self.arena.zero_slack(lent.offset, length)
+        self._insert(self.index.namespace(namespace), key, lent.offset, length, retention, expires_ns)
+        return ""
+
+    def put_inline(self, namespace: bytes, key: bytes, data: bytes, retention: Retention, expires_ns: int) -> str:
+        """Store a small value that came in a frame; '' or the reason why not."""
+        why = self.refusal(retention, expires_ns)
+        if not why and self.too_large(len(data)):
+            why = "too_large"
+        if not why:
+            offset = self._room(len(data))
+            if offset is None:
+                why = "no_room"
+            else:
+                self.arena.fill(offset, data)
+                self._insert(self.index.namespace(namespace), key, offset, len(data), retention, expires_ns)
+        return self.counts.reject(why) if why else ""
+
+    def refusal(self, retention: Retention, expires_ns: int) -> str:
+        """Why a put with these properties is refused whatever its size, or ''."""
+        if self.draining:
+            return "draining"
+        if retention == Retention.NONE:
+            return "retention_none"
+        return "expired" if expired(expires_ns, self.clock_ns()) else ""
+
+    def abort(self, holder: Holder, serial: int) -> bool:
+        """The holder will not write there any more."""
+        lent = self.leases.take_back(holder, serial)
+        if lent is None:
+            return False
+        self._free(lent.offset, lent.pages)
+        return True
+
+    def admit(self, namespace: bytes, key: bytes, offset: int, length: int, retention: Retention, expires_ns: int) -> int:
+        """A value read from a tier into room of `make_room` becomes visible, unless the key has been put meanwhile.
+
+        Returns its slot, or ABSENT (the room is free then).
+        """
+        space = self.index.namespace(namespace)
+        if key in space.slots or expired(expires_ns, self.clock_ns()):
+            self._free(offset, pages_of(length))
+            return space.slots.get(key, ABSENT)
+        self.counts.promotions += 1
+        return self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
+
+    def make_room(self, length: int) -> int | None:
+        """Offset of room for a promotion, or None."""
+        return self._room(length)
+
+    def give_back(self, offset: int, length: int) -> None:
+        """Room of `make_room` that was not used."""
+        self._free(offset, pages_of(length))
+
+    def _insert(self, space: Namespace, key: bytes, offset: int, length: int, retention: Retention, expires_ns: int) -> None:
+        old = space.slots.get(key)
+        if old is not None:
+            self._hide(old)
+        slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
+        self.counts.sets += 1
+        self.counts.set_bytes += length
+        self.listener.stored(slot, old is not None)
+
+    def _room(self, length: int) -> int | None:
+        """Offset of room for `length` bytes, evicting for it where that is allowed and can succeed."""
+        offset = self.arena.alloc(length)
+        if offset is not None or self.too_large(length):
+            return offset
+        now = self.clock_ns()
+        while offset is None:
+            slot = self.index.next_expired(now)
+            if slot:
+                self.counts.expirations += 1
+            elif self.evicting:
+                slot = self.index.victim(spare_dirty=True)
+                if not slot and self.evict_dirty:
+                    slot = self.index.victim(spare_dirty=False)
+                    self.counts.evicted_dirty += bool(slot)
+                if slot:
+                    self.counts.evictions += 1
+            if not slot:
+                return None
+            self._hide(slot)
+            offset = self.arena.alloc(length)
+        return offset
+
+    def _hide(self, slot: int) -> None:
+        self.listener.removed(slot)
+        if self.index.remove(slot):
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        index = self.index
+        self.arena.extents.free(index.start_of[slot], pages_of(index.length_of[slot]))
+        index.release(slot)
+
+    def _free(self, offset: int, pages: int) -> None:
+        self.arena.extents.free(offset // PAGE, pages)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def find(self, namespace: bytes, keys: Sequence[bytes]) -> Slots:
+        """Live slots of these keys, ABSENT where there is none. Counts nothing."""
+        space = self.index.spaces.get(namespace)
+        if space is None:
+            return np.zeros(len(keys), dtype=np.int64)
+        return self.index.find(space, keys, self.clock_ns())
+
+    def pin(self, holder: Holder | None, slots: Slots, deadline_s: float) -> ReadLease:
+        """Pin these (non-ABSENT) slots in a new lease; they count as used now."""
+        self.index.pin(slots)
+        self.index.touch(slots)
+        return self.leases.open_read(holder, slots, deadline_s)
+
+    def release(self, holder: Holder, number: int) -> bool:
+        """End a read lease; False when it had ended already (revoked: what was read is void)."""
+        lease = self.leases.close_read(number, holder)
+        if lease is None:
+            return False
+        self.unpin(lease.slots)
+        return True
+
+    def unpin(self, slots: Slots) -> None:
+        """Take one pin off each; values deleted meanwhile are freed with their last pin."""
+        for slot in self.index.unpin(slots):
+            self._free_slot(slot)
+
+    def count(self, namespace: bytes, hits: int, misses: int, size: int) -> None:
+        """Account for one look-up that was meant to read."""
+        counts = self.counts
+        counts.gets += hits + misses
+        counts.hits += hits
+        counts.misses += misses
+        counts.get_bytes += size
+        space = self.index.spaces.get(namespace)
+        if space is not None:
+            space.hits += hits
+            space.misses += misses
+
+    def open_token(self, parts: dict[bytes, tuple[list[bytes], Slots]], deadline_s: float) -> bytes:
+        """Pin the found slots of several namespaces under one token that any connection may claim until the deadline."""
+        made = {}
+        for namespace, (keys, slots) in parts.items():
+            lease = self.pin(None, slots[slots != ABSENT], deadline_s) if len(slots) else None
+            made[namespace] = TokenPart(keys, lease)
+        return self.leases.open_token(made, deadline_s)
+
+    # ---- removing ----------------------------------------------------------------------------------------------------
+
+    def delete(self, namespace: bytes, keys: Sequence[bytes]) -> int:
+        """Hide these values; pinned bytes stay until unpinned. Returns how many there were."""
+        slots = self.find(namespace, keys)
+        found = list(dict.fromkeys(slots[slots != ABSENT].tolist()))
+        for slot in found:
+            self._hide(slot)
+        self.counts.deletes += len(found)
+        return len(found)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Hide every value (of one namespace)."""
+        space = self.index.spaces.get(namespace) if namespace is not None else None
+        if namespace is not None and space is None:
+            return 0
+        slots = list(self.index.live_slots(space))
+        for slot in slots:
+            self._hide(slot)
+        self.counts.deletes += len(slots)
+        return len(slots)
+
+    def tick(self) -> None:
+        """Periodic work: end what is past its deadline, drop what has expired. Bounded a call."""
+        self._drop(self.leases.expire(self.monotonic()))
+        now = self.clock_ns()
+        for _ in range(1000):
+            slot = self.index.next_expired(now)
+            if not slot:
+                break
+            self.counts.expirations += 1
+            self._hide(slot)
+
+    def connection_lost(self, holder: Holder) -> None:
+        """Its read leases end; what it had been lent goes to quarantine."""
+        self._drop(self.leases.drop(holder))
+
+    def process_gone(self, process: object) -> None:
+        """What its connections had left in quarantine is free."""
+        self._drop(self.leases.process_gone(process))
+
+    def _drop(self, dropped: Dropped) -> None:
+        for lease in dropped.leases:
+            self.unpin(lease.slots)
+        for lent in dropped.extents:
+            self._free(lent.offset, lent.pages)
+
+    # ---- facts about a slot ------------------------------------------------------------------------------------------
+
+    def identity_of(self, slot: int) -> bytes:
+        """The 64 bytes a live slot is stored under."""
+        key = self.index.keys[slot]
+        assert key is not None
+        return self.index.by_number[self.index.space_of[slot]].name + key
+
+    def is_live(self, slot: int) -> bool:
+        return self.index.state_of[slot] == LIVE
+
+    def memory_of(self, slot: int) -> tuple[memoryview, memoryview]:
+        """The daemon's views of a slot's bytes: exact, and padded to its last page."""
+        offset, length = self.index.start_of[slot] * PAGE, self.index.length_of[slot]
+        return self.arena.slice(offset, length), self.arena.padded(offset, length)
+
+
+__all__ = ["ABSENT", "GONE", "LIVE", "NEVER", "Counts", "Listener", "Store"]
