@@ -10,6 +10,8 @@ devices    GPUs by sysfs, NVML or amdsmi
 ctl        kvctl's commands
 elastic    virtual-memory back ends and the elastic KV pool
 cli        the one Typer app: names of commands, resolved when used
+completion tab completion for bash, zsh and fish
+settings   `kvtools config`: what the environment sets, and where each value came from
 """
 
 __version__ = "0.1.0"

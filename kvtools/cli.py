@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer._click.core import Command, Context
 from typer._click.exceptions import ClickException, MissingParameter, NoSuchOption, UsageError
+from typer._click.shell_completion import CompletionItem
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -105,6 +106,11 @@ class LazyGroup(TyperGroup):
             return command
         return super().get_command(ctx, cmd_name)
 
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
+        """Names from COMMANDS: completing one must not load them all."""
+        names = [CompletionItem(name, help=text) for name, (_, _, text) in COMMANDS.items() if name.startswith(incomplete)]
+        return names or super().shell_complete(ctx, incomplete)
+
     def format_commands(self, ctx: Context, formatter: Any) -> None:
         rows = [(name, f"{text} (also: {script})" if script else text) for name, (script, _, text) in COMMANDS.items()]
         for name in super().list_commands(ctx):
@@ -126,7 +132,11 @@ def _run(prog: str, target: str, words: list[str]) -> int:
     _debug = bool(os.environ.get("KVTOOLS_DEBUG"))
     try:
         command = load(target)
-        command._main_shell_completion({}, prog)  # answers and exits when a shell asks for completions
+        if os.environ.get("KVTOOLS_COMPLETE"):
+            from kvtools.completion import answer
+
+            answer(command, prog, words)
+            return _flush(Exit.OK)
         with command.make_context(prog, list(words)) as context:
             value = command.invoke(context)
         sys.stdout.flush()

@@ -35,6 +35,8 @@ def _library(name: str) -> Callable[[], bool]:
 PACKAGES = (
     Package("mandoc", _command("mandoc"), "the lint of the man pages"),
     Package("tmux", _command("tmux"), "kvtop and kvctl's shell on a real terminal"),
+    Package("zsh", _command("zsh"), "completion in zsh"),
+    Package("fish", _command("fish"), "completion in fish"),
 )
 
 
