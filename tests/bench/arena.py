@@ -1,0 +1,69 @@
+"""Batches of values through the daemon beside the same copies, value by value, between two private buffers.
+
+put: `put_many` from a private buffer. get: a read lease and one copy a value into a private buffer, as the connector does.
+All buffers are faulted in before; so is the arena, by the warm-up.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtools.units import format_size
+from tests.bench.measure import Result, in_turn
+
+if TYPE_CHECKING:
+    from kvd.wire.client import Client
+
+SIZES = (64 << 10, 1 << 20, 16 << 20)
+BATCH_BYTES = 64 << 20
+BUDGET = 0.85
+
+
+def keys_for(count: int, salt: str) -> list[bytes]:
+    """`count` distinct keys."""
+    return [hashlib.sha256(f"{salt}/{i}".encode()).digest() for i in range(count)]
+
+
+def private(size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """A private buffer with every page there and no two alike."""
+    return np.random.default_rng(1).integers(0, 255, size, dtype=np.uint8)
+
+
+def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
+    """Two results a size: put and get, in bytes a second."""
+    for size in SIZES:
+        count = max(4, BATCH_BYTES // size)
+        total = count * size
+        source, target = private(total), private(total)
+        parts = [source[i * size : (i + 1) * size] for i in range(count)]
+        places = [target[i * size : (i + 1) * size] for i in range(count)]
+        keys = keys_for(count, f"arena {size}")
+        items = [(key, part.data) for key, part in zip(keys, parts, strict=True)]
+        rounds = 5 if quick else 15
+
+        def copy(parts: list[Any] = parts, places: list[Any] = places) -> None:
+            for part, place in zip(parts, places, strict=True):
+                np.copyto(place, part)
+
+        def put(items: list[Any] = items) -> None:
+            assert all(client.put_many(items)), "the arena must take the whole batch"
+
+        def get(keys: list[bytes] = keys, places: list[Any] = places) -> None:
+            with client.read(keys) as lease:
+                for view, place in zip(lease.views, places, strict=True):
+                    np.copyto(place, np.frombuffer(view, np.uint8))
+
+        for name, job in (("put", put), ("get", get)):
+            took, floor, ratio = in_turn(job, copy, rounds=rounds)
+            yield Result(
+                f"arena.{name}.{size}",
+                f"arena {name}, {count} x {format_size(size)}",
+                total / took,
+                "B/s",
+                total / floor,
+                ratio,
+                BUDGET,
+            )
+        assert np.array_equal(source, target), "what was read is not what was stored"

@@ -1,0 +1,66 @@
+"""Questions beside the floor: exists and leases in batches of 1024, single values of 64 KiB, and the empty round trip."""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.bench.arena import keys_for, private
+from tests.bench.floor import Echo, Exists, Floor, Lease, Store
+from tests.bench.measure import Result, in_turn, median_of
+
+if TYPE_CHECKING:
+    from kvd.wire.client import Client
+
+BATCH = 1024
+VALUE = 64 << 10
+
+
+def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
+    """Batches first, then single values."""
+    with Floor() as floor:
+        yield from _batches(client, floor, quick=quick)
+        yield from _singles(client, floor, quick=quick)
+
+
+def _batches(client: "Client", floor: Floor, *, quick: bool) -> Iterator[Result]:
+    rounds = 100 if quick else 400
+    keys = keys_for(BATCH, "control")
+    small = private(8 << 10)
+    assert all(client.put_many([(key, small.data) for key in keys]))
+    floor.ask(Store(keys, len(small)))
+
+    def lease() -> None:
+        with client.read(keys) as held:
+            assert len(held.views) == BATCH
+
+    jobs = (
+        ("exists", lambda: client.exists(keys), lambda: floor.ask(Exists(keys))),
+        ("lease", lease, lambda: floor.ask(Lease(keys))),
+    )
+    for name, job, least in jobs:
+        took, lowest, ratio = in_turn(job, least, rounds=rounds)
+        yield Result(f"control.{name}.{BATCH}", f"{name}, batches of {BATCH}", BATCH / took, "keys/s", BATCH / lowest, ratio, 0.7)
+
+
+def _singles(client: "Client", floor: Floor, *, quick: bool) -> Iterator[Result]:
+    rounds = 500 if quick else 3000
+    source, target = private(VALUE), private(VALUE)
+    keys = keys_for(512, "single")
+    turn = itertools.cycle(keys)
+    key = keys[0]
+    assert client.put(key, source.data)
+    least = median_of(lambda: floor.ask(Echo()), rounds=rounds) + median_of(lambda: np.copyto(target, source), rounds=rounds)
+
+    def get() -> None:
+        with client.read([key]) as held:
+            (view,) = held.views
+            assert view is not None
+            np.copyto(target, np.frombuffer(view, np.uint8))
+
+    for name, job, budget in (("get", get, 1.5), ("put", lambda: client.put(next(turn), source.data), 2.0)):
+        took = median_of(job, rounds=rounds)
+        yield Result(
+            f"single.{name}.{VALUE}", f"single {name} of 64 KiB, p50", took, "s", least, took / least, budget, at_most=True
+        )
