@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("kvdoctor", "kvdoctor.app:app", "Can this host do GPU-direct, and if not, which gate is shut?"),
     "d": ("kvd", "kvd.app:app", "The KV offload daemon: serve it, look into it, empty it."),
     "gate": ("kvgate", "kvgate.app:app", "One front for several models that share a GPU and sleep when idle."),
-    "demo": ("", "kvd.demo:app", "The daemon, its restart, a pool segment and the dashboard, on this machine, in a minute."),
+    "demo": ("", "kvd.demo.app:app", "The daemon, its restart, a pool segment and the dashboard, on this machine, in a minute."),
     "config": ("", "kvtools.settings:app", "What the environment sets for every command, and where each value came from."),
     "completion": ("", "kvtools.completion:app", "A shell's completion script for all commands."),
 }
