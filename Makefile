@@ -44,7 +44,7 @@ slow: .venv/.ready .venv-vllm/.ready ## what is marked slow: minutes
 	@$(BIN)/python -m tests.support.suites slow
 
 soak: .venv/.ready ## kill, fill and corrupt the daemon again and again, SOAK_S seconds (default 600)
-	@KVTOOLS_SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -q -m soak --timeout=0
+	@KVTEST_SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -q -m soak --timeout=0
 
 bench: .venv/.ready ## the numbers of the README, measured here
 	@$(BIN)/python -m tests.bench

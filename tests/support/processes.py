@@ -1,6 +1,6 @@
 """Commands as an operator runs them, and what a test may have left behind.
 
-Every test process carries KVTOOLS_TEST_RUN in its environment, which its children inherit: a process that outlives its
+Every test process carries KVTEST_RUN in its environment, which its children inherit: a process that outlives its
 test is found by that mark in /proc, also after it was re-parented.
 """
 
@@ -22,7 +22,7 @@ RUN_ID = uuid.uuid4().hex[:12]
 PREFIX = f"kvt-{RUN_ID[:6]}-"
 """What every pool segment of this run is named with, so that parallel runs on one machine do not meet."""
 
-_MARK = f"KVTOOLS_TEST_RUN={RUN_ID}".encode()
+_MARK = f"KVTEST_RUN={RUN_ID}".encode()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def run_python(code: str, *, env: Mapping[str, str] | None = None, timeout_s: fl
 
 def mark_environment() -> None:
     """Put this run's mark into the environment, for `survivors`."""
-    os.environ["KVTOOLS_TEST_RUN"] = RUN_ID
+    os.environ["KVTEST_RUN"] = RUN_ID
 
 
 def survivors() -> list[str]:

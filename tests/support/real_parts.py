@@ -1,7 +1,7 @@
 """Pytest plugin: counts the tests that passed against real parts, and in CI turns a skip into a failure.
 
 A test that runs against a real thing (an engine, the daemon, a terminal) carries `@pytest.mark.real("kvd", ...)`. When
-KVTOOLS_COUNTS names a file, the plugin leaves one JSON object there for `tests.support.suites`, which adds them up:
+KVTEST_COUNTS names a file, the plugin leaves one JSON object there for `tests.support.suites`, which adds them up:
 
     {"passed": 12, "failed": 0, "skipped": 1, "real": {"kvd": 7}, "declared": ["kvd", "tmux"], "skips": [[test, reason]]}
 
@@ -83,7 +83,7 @@ class RealParts:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.refused and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if path := os.environ.get("KVTOOLS_COUNTS"):
+        if path := os.environ.get("KVTEST_COUNTS"):
             counts: dict[str, Any] = {
                 **{word: self.outcomes[word] for word in ("passed", "failed", "skipped")},
                 "real": dict(self.real),

@@ -86,7 +86,7 @@ def suite(name: str, python: Path, arguments: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="kvtools-suite-") as scratch:
         counts = Path(scratch) / "counts.json"
         command = [str(python / "python"), "-m", "pytest", "-q", *arguments]
-        run = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env={**os.environ, "KVTOOLS_COUNTS": str(counts)})
+        run = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env={**os.environ, "KVTEST_COUNTS": str(counts)})
         seconds = time.monotonic() - start
         if not counts.exists():
             return Outcome(name, False, seconds)
