@@ -130,4 +130,5 @@ def compile_sources() -> None:
     """Byte-compile the packages: start-up tests measure what an installed command costs, whatever the environment says."""
     root = Path(__file__).resolve().parents[2]
     folders = [str(root / name) for name in ("kvtools", "tui/kvtop", "probes/kvdoctor", "daemon/kvd", "daemon/kvgate")]
-    subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=True, stdin=subprocess.DEVNULL)
+    # A file that does not compile fails the tests that import it, with a better message than this could give.
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", *folders], check=False, stdin=subprocess.DEVNULL)
