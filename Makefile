@@ -19,14 +19,17 @@ SETUP := tests/support/setup.sh
 .venv-vllm/.ready: pyproject.toml $(SETUP) tests/vllm-requirements.txt
 	@$(SETUP) engine
 
+.build/demo-model/config.json: .venv-vllm/.ready tests/support/tiny_model.py
+	@.venv-vllm/bin/python tests/support/tiny_model.py .build/demo-model --size small
+
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 demo: .venv/.ready ## put, get, restart, and the bytes are back; then a pool segment and kvtop
 	@$(BIN)/kvtools demo
 
-demo-vllm: .venv/.ready .venv-vllm/.ready ## the same story with a real vLLM
-	@.venv-vllm/bin/kvtools demo --engine
+demo-vllm: .venv-vllm/.ready .build/demo-model/config.json ## the same story with a real vLLM
+	@.venv-vllm/bin/kvtools demo --engine .build/demo-model
 
 test: .venv/.ready .venv-vllm/.ready ## everything, as continuous integration runs it
 	@$(BIN)/python -m tests.support.suites all

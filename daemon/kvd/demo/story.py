@@ -61,7 +61,7 @@ def tell(where: Path | None, *, interactive: bool) -> None:
         daemon = DemoDaemon(scratch, max_bytes="256MiB", long_bytes="1GiB")
         stack.callback(daemon.stop)
         step("Start the daemon: 256 MiB of RAM, and 1 GiB of disk below it")
-        _start(daemon)
+        start(daemon)
         from kvd.wire.client import Client
 
         client = stack.enter_context(contextlib.closing(Client(daemon.socket, namespace="demo")))
@@ -72,7 +72,7 @@ def tell(where: Path | None, *, interactive: bool) -> None:
         load.read(client, "RAM")
         step("Stop the daemon and start it again: what was in RAM is gone")
         emit(f"   stopped in {format_duration(daemon.stop())}; {format_size(daemon.bytes_on_disk())} on disk")
-        _start(daemon)
+        start(daemon)
         step("Read it back again")
         load.read(client, "disk")
         step("An engine's KV pool, and what it may hold")
@@ -91,7 +91,8 @@ def tell(where: Path | None, *, interactive: bool) -> None:
     emit("Done. The daemon, the segment and the scratch folder are gone.")
 
 
-def _start(daemon: DemoDaemon) -> None:
+def start(daemon: DemoDaemon) -> None:
+    """Start it, showing command and time."""
     emit(f"   $ {daemon.command}")
     seconds = daemon.start()
     emit(f"   ready in {format_duration(seconds)}, pid {daemon.pid}")
