@@ -1,0 +1,42 @@
+"""kvd: the KV offload daemon, its client and its vLLM connector.
+
+    from kvd import Client
+    with Client() as kv:
+        kv.put(key, data)          # key: 32 bytes
+        kv.get(key)
+
+app         kvd's commands
+service     what runs: server, operations, stats, the daemon's life
+wire        what travels: protocol, client
+store       what is in RAM: decides, no I/O
+tiers       what lies below: adapters, promotion, breakers
+connector   what runs inside the engine
+errors      the exception tree
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvd.wire.aclient import AsyncClient
+    from kvd.wire.client import Client, PrefixResult, PutResult
+    from kvd.wire.leases import ReadLease, WriteLease
+
+_HOMES = {
+    "AsyncClient": "kvd.wire.aclient",
+    "Client": "kvd.wire.client",
+    "PrefixResult": "kvd.wire.client",
+    "PutResult": "kvd.wire.client",
+    "ReadLease": "kvd.wire.leases",
+    "WriteLease": "kvd.wire.leases",
+}
+
+__all__ = ["AsyncClient", "Client", "PrefixResult", "PutResult", "ReadLease", "WriteLease"]
+
+
+def __getattr__(name: str) -> Any:
+    # Resolved when used: `import kvd.connector` inside an engine must not import a client it may not need.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'kvd' has no attribute {name!r}")

@@ -65,10 +65,11 @@ class Token:
 
 @dataclass(slots=True)
 class TokenPart:
-    """One namespace of a token: the keys asked for, in order, and the read lease that pins those in the arena."""
+    """One namespace of a token: the keys asked for, their slots (ABSENT for what a tier still has to bring), and the pin."""
 
     keys: list[bytes]
-    lease: ReadLease | None
+    slots: Slots
+    lease: ReadLease
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Leases:
             if name:
                 token = self.tokens.pop(name, None)
                 if token is not None:
-                    dropped.leases += [part.lease for part in token.leases.values() if part.lease is not None]
+                    dropped.leases += [part.lease for part in token.leases.values()]
                 continue
             lease = self.reads.get(number)
             if lease is not None and lease.holder is not None and lease.deadline_s <= now_s:

@@ -260,8 +260,7 @@ class Store:
         """Pin the found slots of several namespaces under one token that any connection may claim until the deadline."""
         made = {}
         for namespace, (keys, slots) in parts.items():
-            lease = self.pin(None, slots[slots != ABSENT], deadline_s) if len(slots) else None
-            made[namespace] = TokenPart(keys, lease)
+            made[namespace] = TokenPart(keys, slots, self.pin(None, slots[slots != ABSENT], deadline_s))
         return self.leases.open_token(made, deadline_s)
 
     # ---- removing ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ MISSING = (1 << 64) - 1
 """The offset of a key that is not there."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Message(msgspec.Struct, array_like=True, gc=False):
     """Base of all messages."""
 
 
@@ -210,7 +210,10 @@ class Flags(Answer, tag=51):
 
 
 class Leased(Answer, tag=52):
-    """Packed u64 offsets (MISSING where not there) and lengths, in key order; `lease` 0 when nothing is pinned."""
+    """Packed u64 offsets (MISSING where not there) and lengths, in key order; `lease` 0 when nothing is pinned.
+
+    The answer covers the first len(offsets) / 8 keys: fewer than asked when the arena had no room for more from a tier.
+    """
 
     lease: int
     offsets: bytes
@@ -288,7 +291,7 @@ hello_decoder = msgspec.msgpack.Decoder(Hello)
 welcome_decoder = msgspec.msgpack.Decoder(Welcome | Failed)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message) -> bytearray:
     """The whole frame of a message. Raises ValueError when it is over MAX_FRAME."""
     buffer = bytearray(4)
     _encoder.encode_into(message, buffer, 4)
@@ -296,4 +299,4 @@ def encode(message: Message) -> bytes:
     if size > MAX_FRAME:
         raise ValueError(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
     LENGTH.pack_into(buffer, 0, size)
-    return bytes(buffer)
+    return buffer

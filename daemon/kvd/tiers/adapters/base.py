@@ -150,7 +150,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def store(self, items: Sequence[Item]) -> list[Stored]:
-        """Store each item; a value already held under the same identity is not rewritten unless it differs in expiry or class."""
+        """Store each item. What was held under the same identity is superseded, also over a restart.
+
+        Only new data comes here (a promoted value is never stored again), so an adapter need not look for what is equal.
+        """
 
     @abstractmethod
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:

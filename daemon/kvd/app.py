@@ -1,0 +1,225 @@
+"""kvd's commands. Each body imports what it needs when it runs: `kvd stats` never loads the server.
+
+`stats` and `status` read the stats segment and never touch the socket, so they work while a daemon hangs; `ping`, `keys`,
+`clear`, `evict`, `prefetch`, `drain` and `why` talk to it.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtools.cli import JsonOption, new_app
+
+app = new_app("The KV offload daemon: serve it, look into it, empty it.", no_args_is_help=True)
+
+SocketOption = Annotated[
+    Path | None, typer.Option("--socket", metavar="PATH", help="The daemon's socket [default: $KVD_SOCKET, /run/kvd/kvd.sock].")
+]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", metavar="NAME", help="A namespace: its name, or its 64 hex digits.")
+]
+TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait for the daemon.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+@app.command()
+def serve(
+    socket: SocketOption = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Size of the arena in RAM [default: 8G].")
+    ] = None,
+    l1_size_gb: Annotated[float | None, typer.Option("--l1-size-gb", metavar="N", help="The same in GiB.")] = None,
+    long_path: Annotated[list[Path] | None, typer.Option("--long-path", metavar="DIR", help="Directory of the disk tier.")] = None,
+    long_bytes: Annotated[
+        str | None, typer.Option("--long-bytes", metavar="SIZE", help="Size of the disk tier [default: 32G].")
+    ] = None,
+    durability: Annotated[
+        str | None, typer.Option("--durability", help="none, group or fsync: what a stored value survives.")
+    ] = None,
+    socket_mode: Annotated[
+        str | None, typer.Option("--socket-mode", metavar="OCTAL", help="Mode of the socket file [default: 0600].")
+    ] = None,
+    socket_group: Annotated[str | None, typer.Option("--socket-group", metavar="GROUP", help="Group of the socket file.")] = None,
+    allow_uid: Annotated[
+        list[str] | None, typer.Option("--allow-uid", metavar="UID", help="Let this user connect (repeatable).")
+    ] = None,
+    allow_gid: Annotated[
+        list[str] | None, typer.Option("--allow-gid", metavar="GID", help="Let this group connect (repeatable).")
+    ] = None,
+    hugepages: Annotated[bool | None, typer.Option("--hugepages/--no-hugepages", help="Ask for 2 MiB pages.")] = None,
+    eviction_policy: Annotated[str | None, typer.Option("--eviction-policy", help="LRU, or noop: a full arena refuses.")] = None,
+    drain_timeout: Annotated[
+        str | None, typer.Option("--drain-timeout", metavar="TIME", help="For pending writes when stopping [default: 20s].")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print each setting and where it came from, and exit.")
+    ] = False,
+) -> None:
+    """Run the daemon in the foreground until SIGTERM."""
+    from kvd.service import settings
+
+    flags = {
+        "socket": socket,
+        "max_bytes": max_bytes if l1_size_gb is None else settings.gib(l1_size_gb, max_bytes),
+        "long_path": long_path or None,
+        "long_bytes": long_bytes,
+        "durability": durability,
+        "socket_mode": socket_mode,
+        "socket_group": socket_group,
+        "allow_uid": allow_uid or None,
+        "allow_gid": allow_gid or None,
+        "hugepages": hugepages,
+        "eviction_policy": eviction_policy,
+        "drain_timeout": drain_timeout,
+        "log_level": log_level,
+    }
+    settings.serve(flags, show_config=show_config)
+
+
+@app.command()
+def ping(
+    socket: SocketOption = None,
+    count: Annotated[int, typer.Option("--count", "-c", min=1, max=10000, help="Round trips.")] = 1,
+    timeout: TimeoutOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """Say whether the daemon answers, and how fast."""
+    from kvd import commands
+
+    commands.ping(socket, count, timeout, json)
+
+
+@app.command()
+def stats(
+    socket: SocketOption = None,
+    json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Print again every interval, with rates, until Ctrl-C.")] = False,
+    interval: Annotated[str, typer.Option("--interval", "-i", metavar="TIME", help="With --watch: how often.")] = "1s",
+    count: Annotated[int, typer.Option("--count", "-n", min=0, help="With --watch: stop after so many (0: never).")] = 0,
+) -> None:
+    """Counters and gauges, from the stats segment (also while the daemon hangs)."""
+    from kvd import commands
+
+    commands.stats(socket, json, watch, interval, count)
+
+
+@app.command()
+def status(socket: SocketOption = None, json: JsonOption = False) -> None:
+    """One health word, and why."""
+    from kvd import commands
+
+    commands.status(socket, json)
+
+
+@app.command()
+def keys(
+    socket: SocketOption = None,
+    namespace: NamespaceOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = 1000,
+    timeout: TimeoutOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """What is stored: namespace, key, size, class, expiry, place."""
+    from kvd import commands
+
+    commands.keys(socket, namespace, limit, timeout, json)
+
+
+@app.command()
+def why(
+    key: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, 64 hex digits each.")],
+    socket: SocketOption = None,
+    namespace: NamespaceOption = None,
+    timeout: TimeoutOption = "5s",
+    json: JsonOption = False,
+) -> None:
+    """Where these keys are: in the arena, in a tier, or nowhere."""
+    from kvd import commands
+
+    commands.why(key, socket, namespace, timeout, json)
+
+
+@app.command()
+def prefetch(
+    key: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, 64 hex digits each.")],
+    socket: SocketOption = None,
+    namespace: NamespaceOption = None,
+    timeout: TimeoutOption = "30s",
+    json: JsonOption = False,
+) -> None:
+    """Bring values up from the tiers into the arena."""
+    from kvd import commands
+
+    commands.prefetch(key, socket, namespace, timeout, json)
+
+
+@app.command()
+def evict(
+    key: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY...]", help="Keys, 64 hex digits each; none: the whole namespace.")
+    ] = None,
+    socket: SocketOption = None,
+    namespace: NamespaceOption = None,
+    all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Drop them everywhere, not only in the arena.")] = False,
+    yes: YesOption = False,
+    timeout: TimeoutOption = "30s",
+    json: JsonOption = False,
+) -> None:
+    """Drop keys, or a namespace, from the arena (tiers keep them)."""
+    from kvd import commands
+
+    commands.evict(key or [], socket, namespace, all_tiers, yes, timeout, json)
+
+
+@app.command()
+def clear(
+    socket: SocketOption = None,
+    namespace: NamespaceOption = None,
+    yes: YesOption = False,
+    timeout: TimeoutOption = "60s",
+    json: JsonOption = False,
+) -> None:
+    """Forget everything (of one namespace), in the arena and in every tier."""
+    from kvd import commands
+
+    commands.clear(socket, namespace, yes, timeout, json)
+
+
+@app.command()
+def drain(socket: SocketOption = None, timeout: TimeoutOption = "20s", json: JsonOption = False) -> None:
+    """Stop new writes and push everything to the tiers."""
+    from kvd import commands
+
+    commands.drain(socket, timeout, json)
+
+
+@app.command()
+def verify(
+    path: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of a disk tier whose daemon is stopped.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check every value of a stopped daemon's disk tier."""
+    from kvd import commands
+
+    commands.verify(path, repair, json)
+
+
+@app.command()
+def bench(
+    socket: Annotated[
+        Path | None, typer.Option("--socket", metavar="PATH", help="Measure this daemon [default: one of its own].")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--path", metavar="DIR", help="Where to put the disk tier to measure [default: none].")
+    ] = None,
+    size: Annotated[list[str] | None, typer.Option("--size", metavar="SIZE", help="Value sizes [default: 64K 1M 16M].")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=60, help="Time for each measurement.")] = 1.0,
+    json: JsonOption = False,
+) -> None:
+    """What this host can do: arena against memcpy, disk tier against the raw device, in one run."""
+    from kvd import bench as measurements
+
+    measurements.run(socket, path, size or ["64K", "1M", "16M"], seconds, json)

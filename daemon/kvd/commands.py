@@ -1,0 +1,364 @@
+"""What kvd's commands do, besides serving. Data to stdout, remarks to stderr, one schema a command."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvd.errors import Unavailable
+from kvd.store.identity import namespace_of
+from kvd.wire.connection import default_socket
+from kvtools.errors import NotFound, UsageError
+from kvtools.exits import Exit
+from kvtools.output import emit, emit_json, note, paint, table
+from kvtools.segments.stats import StatsReader, StatsReading, instance_of_path, stats_name
+from kvtools.units import format_duration, format_rate, format_size, parse_duration
+
+HEALTH_STALE_S = 3.0
+
+
+def _client(socket: Path | None, timeout: str, namespace: str | None = None) -> Any:
+    from kvd.wire.client import Client
+
+    return Client(socket or default_socket(), timeout_s=parse_duration(timeout), namespace=_namespace(namespace) or "default")
+
+
+def _namespace(text: str | None) -> bytes | None:
+    """The namespace meant: 64 hex digits are its bytes, anything else its name."""
+    if text is None:
+        return None
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    return raw if len(raw) == 32 else namespace_of(text)
+
+
+def _keys(words: list[str]) -> list[bytes]:
+    keys = []
+    for word in words:
+        try:
+            key = bytes.fromhex(word)
+        except ValueError:
+            key = b""
+        if len(key) != 32:
+            raise UsageError(f"not a key: {word!r}", hint="a key is 64 hex digits; kvd keys lists them")
+        keys.append(key)
+    return keys
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("this asks first, and there is no terminal to ask on", hint="pass --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _reader(socket: Path | None) -> StatsReader:
+    path = (socket or default_socket()).absolute()
+    return StatsReader(stats_name("kvd", instance_of_path(path)))
+
+
+def _read(reader: StatsReader, socket: Path | None) -> StatsReading:
+    try:
+        reading = reader.read()
+    except NotFound:
+        path = socket or default_socket()
+        raise Unavailable(f"no daemon at {path}", hint="start one: kvd serve; or name its socket: --socket or KVD_SOCKET") from None
+    if not reading.alive:
+        raise Unavailable(f"the daemon at {socket or default_socket()} is gone ({reading.story})", hint="start it again: kvd serve")
+    return reading
+
+
+def ping(socket: Path | None, count: int, timeout: str, json: bool) -> None:
+    with _client(socket, timeout) as client:
+        times = sorted(client.ping() for _ in range(count))
+        server = client.connect().welcome
+    middle = times[len(times) // 2]
+    if json:
+        emit_json(
+            "kvd.ping/1",
+            {
+                "socket": str(client.path),
+                "server": server.server,
+                "pid": server.pid,
+                "round_trips": count,
+                "p50_s": middle,
+                "max_s": times[-1],
+            },
+        )
+    else:
+        emit(f"{client.path}: {server.server} answers, pid {server.pid}, round trip {format_duration(middle)}")
+
+
+def stats(socket: Path | None, json: bool, watch: bool, interval: str, count: int) -> None:
+    from kvd.service.stats import of_reading
+
+    every = parse_duration(interval)
+    with _reader(socket) as reader:
+        body = _with_age(of_reading(reading := _read(reader, socket)), reading)
+        shown = 0
+        before: dict[str, Any] | None = None
+        while True:
+            if json:
+                emit_json("kvd.stats/1", body, indent=None if watch else 1)
+            elif watch:
+                _watch_line(body, before, every, header=shown % 20 == 0)
+            else:
+                _show(body)
+            shown += 1
+            if not watch or shown == count:
+                return
+            sys.stdout.flush()
+            time.sleep(every)
+            before, body = body, _with_age(of_reading(reading := _read(reader, socket)), reading)
+
+
+def _with_age(body: dict[str, Any], reading: StatsReading) -> dict[str, Any]:
+    now = time.time_ns()
+    return {
+        "instance": reading.instance,
+        "pid": reading.pid,
+        "uptime_s": round((now - reading.created_ns) / 1e9, 3),
+        "heartbeat_age_s": round((now - reading.heartbeat_ns) / 1e9, 3),
+        **body,
+    }
+
+
+_WATCH = "{:8}  {:>9}  {:>10}  {:>9}  {:>9}  {:>6}  {:>12}  {:>12}  {:>9}"
+
+
+def _watch_line(body: dict[str, Any], before: dict[str, Any] | None, every: float, *, header: bool) -> None:
+    """One line an interval: levels, and rates since the line before."""
+    if header:
+        emit(_WATCH.format("TIME", "ENTRIES", "ARENA", "SETS/S", "GETS/S", "HIT %", "IN", "OUT", "EVICTED/S"))
+
+    def rate(name: str) -> float:
+        return 0.0 if before is None else max(0, body[name] - before[name]) / every
+
+    gets = rate("gets_total")
+    emit(
+        _WATCH.format(
+            time.strftime("%H:%M:%S"),
+            body["entries"],
+            format_size(body["arena_bytes_used"]),
+            f"{rate('sets_total'):.0f}",
+            f"{gets:.0f}",
+            f"{100 * rate('hits_total') / gets:.1f}" if gets else "-",
+            format_rate(rate("set_bytes_total")),
+            format_rate(rate("get_bytes_total")),
+            f"{rate('evictions_total'):.0f}",
+        )
+    )
+
+
+def _show(body: dict[str, Any]) -> None:
+    emit(f"kvd {body['instance']}  pid {body['pid']}  up {format_duration(body['uptime_s'])}")
+    for name, value in body.items():
+        if name in ("instance", "pid", "uptime_s", "tiers"):
+            continue
+        if isinstance(value, dict):
+            for label, part in value.items():
+                if part:
+                    emit(f"  {name + '{' + label + '}':36} {_number(name, part)}")
+        else:
+            emit(f"  {name:36} {_number(name, value)}")
+    for tier in body["tiers"]:
+        emit(f"tier {tier['name']} ({tier['type']})")
+        for name, value in tier.items():
+            if name not in ("name", "type"):
+                emit(f"  {name:36} {_number(name, value)}")
+
+
+def _number(name: str, value: float) -> str:
+    if "bytes" in name:
+        return f"{value}  ({format_size(value)})" if value >= 1024 else str(value)
+    return str(value)
+
+
+def status(socket: Path | None, json: bool) -> None:
+    """HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the reasons, and what is stored, in the shape of `ceph -s`."""
+    from kvd.service.stats import of_reading
+
+    with _reader(socket) as reader:
+        reading = _read(reader, socket)
+    body = _with_age(of_reading(reading), reading)
+    bad, warn = _complaints(body)
+    word = "HEALTH_ERR" if bad else "HEALTH_WARN" if warn else "HEALTH_OK"
+    reasons = bad + warn
+    if json:
+        emit_json("kvd.status/1", {"health": word, "reasons": reasons, **body})
+        raise typer.Exit(Exit.FAILED if bad else Exit.OK)
+    emit(f"  health: {paint(word, 'bad' if bad else 'warn' if warn else 'good')}")
+    for reason in reasons:
+        emit(f"          {reason}")
+    gets = body["gets_total"]
+    hit = f"{100 * body['hits_total'] / gets:.1f} % of {gets} keys" if gets else "nothing asked for yet"
+    emit()
+    emit(
+        f"  daemon: pid {body['pid']}, up {format_duration(body['uptime_s'])},"
+        f" {body['connections']} connections, {body['leases_active']} leases"
+    )
+    emit(f"  arena:  {format_size(body['arena_bytes_used'])} of {format_size(body['arena_bytes_limit'])}, {body['entries']} values")
+    for tier in body["tiers"]:
+        limit = f" of {format_size(tier['bytes_limit'])}" if tier["bytes_limit"] else ""
+        emit(
+            f"  {tier['name'] + ':':7} {format_size(tier['bytes_used'])}{limit},"
+            f" {tier['entries']} values, {tier['queue']} on their way"
+        )
+    emit(f"  hits:   {hit}")
+    raise typer.Exit(Exit.FAILED if bad else Exit.OK)
+
+
+def _complaints(body: dict[str, Any]) -> tuple[list[str], list[str]]:
+    bad, warn = [], []
+    if body["heartbeat_age_s"] > HEALTH_STALE_S:
+        bad.append(f"the daemon has not moved for {format_duration(body['heartbeat_age_s'])}: stopped or stuck")
+    for tier in body["tiers"]:
+        if tier["breaker_open"]:
+            bad.append(f"tier {tier['name']} does not work: left alone, probed now and then (the log says why)")
+        if tier["corruptions_total"]:
+            warn.append(f"tier {tier['name']}: {tier['corruptions_total']} values were damaged (answered as misses)")
+        if tier["store_failures_total"]:
+            warn.append(f"tier {tier['name']} did not take {tier['store_failures_total']} values")
+    if body["draining"]:
+        warn.append("draining: no new writes are taken")
+    if body["quarantine_bytes"]:
+        warn.append(f"{format_size(body['quarantine_bytes'])} kept apart: their writers went silent")
+    return bad, warn
+
+
+def keys(socket: Path | None, namespace: str | None, limit: int, timeout: str, json: bool) -> None:
+    from kvd.store.retention import NEVER, Retention
+    from kvd.wire import protocol as p
+
+    rows: list[tuple[bytes, int, int, int, str]] = []
+    with _client(socket, timeout) as client:
+        after, more = b"", True
+        while more and len(rows) < limit:
+            page = client.connect().call(p.Keys(0, _namespace(namespace) or b"", after, min(1000, limit - len(rows))), p.KeyPage)
+            rows += page.rows
+            more = page.more
+            if page.rows:
+                after = page.rows[-1][0] + page.rows[-1][4].encode()
+    found = [
+        {
+            "namespace": identity[:32].hex(),
+            "key": identity[32:].hex(),
+            "bytes": length,
+            "retention": Retention(retention).name.lower(),
+            "expires_at": None if expires == NEVER else expires / 1e9,
+            "place": place,
+        }
+        for identity, length, retention, expires, place in rows
+    ]
+    if json:
+        emit_json("kvd.keys/1", {"keys": found, "more": more})
+        return
+    if not found:
+        note("nothing is stored")
+        return
+    now = time.time()
+    lines = [
+        (
+            str(row["namespace"])[:12],
+            str(row["key"]),
+            format_size(rows[i][1]),
+            str(row["retention"]),
+            "-" if rows[i][3] == NEVER else format_duration(rows[i][3] / 1e9 - now),
+            str(row["place"]),
+        )
+        for i, row in enumerate(found)
+    ]
+    for line in table(("NAMESPACE", "KEY", "SIZE", "CLASS", "EXPIRES IN", "PLACE"), lines, right=(2, 4)):
+        emit(line)
+    if more:
+        note(f"more than {limit}: pass --limit, or --namespace")
+
+
+def why(words: list[str], socket: Path | None, namespace: str | None, timeout: str, json: bool) -> None:
+    from kvd.wire import protocol as p
+
+    wanted = _keys(words)
+    with _client(socket, timeout, namespace) as client:
+        places = client.connect().call(p.Where(0, client.namespace, wanted), p.Info).info["places"]
+    rows = [{"key": key.hex(), "places": where} for key, where in zip(wanted, places, strict=True)]
+    if json:
+        emit_json("kvd.why/1", {"namespace": client.namespace.hex(), "keys": rows})
+    else:
+        for row in rows:
+            emit(f"{row['key']}  {', '.join(row['places']) or 'nowhere'}")
+    if not all(row["places"] for row in rows):
+        raise typer.Exit(Exit.NOT_FOUND)
+
+
+def prefetch(words: list[str], socket: Path | None, namespace: str | None, timeout: str, json: bool) -> None:
+    wanted = _keys(words)
+    with _client(socket, timeout, namespace) as client:
+        came = client.prefetch(wanted, deadline_s=parse_duration(timeout))
+    _say(json, "kvd.prefetch/1", {"asked": len(wanted), "promoted": came}, f"{came} of {len(wanted)} values brought up")
+
+
+def evict(
+    words: list[str], socket: Path | None, namespace: str | None, all_tiers: bool, yes: bool, timeout: str, json: bool
+) -> None:
+    wanted = _keys(words)
+    if not wanted and namespace is None:
+        raise UsageError("evict what?", hint="name keys, or a --namespace; kvd clear forgets everything")
+    where = "everywhere" if all_tiers else "from the arena"
+    if not wanted:
+        _confirm(f"Drop the whole namespace {namespace} {where}?", yes)
+    with _client(socket, timeout, namespace) as client:
+        gone = client.delete(wanted, arena_only=not all_tiers) if wanted else client.clear(arena_only=not all_tiers)
+    _say(json, "kvd.evict/1", {"dropped": gone, "all_tiers": all_tiers}, f"{gone} values dropped {where}")
+
+
+def clear(socket: Path | None, namespace: str | None, yes: bool, timeout: str, json: bool) -> None:
+    _confirm(f"Forget {'everything' if namespace is None else 'namespace ' + namespace}, in the arena and in every tier?", yes)
+    with _client(socket, timeout, namespace) as client:
+        gone = client.clear(all_namespaces=namespace is None)
+    _say(json, "kvd.clear/1", {"cleared": gone}, f"{gone} values forgotten")
+
+
+def drain(socket: Path | None, timeout: str, json: bool) -> None:
+    from kvd.wire import protocol as p
+    from kvd.wire.client import DURABILITY
+
+    seconds = parse_duration(timeout)
+    with _client(socket, timeout) as client:
+        done = client.connect().call(p.Drain(0, int(seconds * 1000)), p.Done, seconds + 2)
+    word = DURABILITY[done.durability]
+    _say(
+        json,
+        "kvd.drain/1",
+        {"drained": True, "durability": word},
+        f"drained: no new writes, everything is in the tiers (durability {word})",
+    )
+
+
+def verify(paths: list[Path], repair: bool, json: bool) -> None:
+    from dataclasses import asdict
+
+    from kvd.tiers.adapters.disk import verify as check
+
+    reports = [(path, check(path, repair=repair)) for path in paths]
+    if json:
+        emit_json("kvd.verify/1", {"directories": [{"path": str(path), **asdict(report)} for path, report in reports]})
+    else:
+        for path, report in reports:
+            emit(f"{path}")
+            for name, value in asdict(report).items():
+                emit(f"  {name:24} {value if not isinstance(value, list) else len(value)}")
+    if any(not report.sound for _, report in reports):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _say(json: bool, schema: str, body: dict[str, object], sentence: str) -> None:
+    if json:
+        emit_json(schema, body)
+    else:
+        emit(sentence)

@@ -1,0 +1,178 @@
+"""The daemon: puts arena, store, tiers and server together, and takes them apart in the right order.
+
+Start: lock the socket's path, make the arena, open the tiers (recovery), publish the stats segment, listen, say ready.
+Nothing is answered before recovery is done, and the socket does not exist before it is answered on.
+
+Stop (SIGTERM, SIGINT, or `kvd drain`): take no new writes, push what is on its way to the tiers until the drain deadline,
+let the tiers write what makes the next start quick, remove socket and stats segment. A second signal stops at once: that
+is safe too, the next start recovers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvd.service import stats
+from kvd.service.operations import Operations
+from kvd.service.server import Server
+from kvd.store.arena import Arena
+from kvd.store.store import Store
+from kvd.tiers.adapters.base import Adapter, Durability
+from kvd.tiers.tiering import Tiering
+from kvtools import __version__
+from kvtools.segments.files import SHM
+from kvtools.segments.stats import instance_of_path
+from kvtools.units import format_size
+
+log = logging.getLogger("kvd")
+
+TICK_S = 0.1
+HEARTBEAT_S = 0.5
+
+
+@dataclass
+class Options:
+    """What `kvd serve` was told. Sizes in bytes."""
+
+    socket: Path
+    max_bytes: int
+    adapters: Sequence[Adapter] = ()
+    socket_mode: int = 0o600
+    socket_group: int | None = None
+    allow_uids: frozenset[int] = frozenset()
+    allow_gids: frozenset[int] = frozenset()
+    huge_pages: bool = False
+    drain_s: float = 20.0
+    evicting: bool = True
+    shm: Path = field(default=SHM)
+
+
+class Daemon:
+    """One running daemon. `run` returns when it has stopped."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._fresh = False  # a publication is already planned
+        self._publisher: stats.Publisher | None = None
+        self._published = 0.0
+        self._started_ns = time.time_ns()
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises what keeps it from starting (KvdError, UsageError, AdapterError)."""
+        options, loop = self.options, asyncio.get_running_loop()
+        arena = Arena(options.max_bytes, huge=options.huge_pages)
+        self.store = Store(arena)
+        self.store.evicting = options.evicting
+        self.tiering = Tiering(self.store)
+        instance = instance_of_path(options.socket)
+        self.operations = Operations(self.store, self.tiering, instance=instance, changed=self._changed, info=self._info)
+        self.operations.drain = self.drain
+        self.server = Server(
+            options.socket,
+            self.operations,
+            mode=options.socket_mode,
+            group=options.socket_group,
+            uids=options.allow_uids,
+            gids=options.allow_gids,
+        )
+        self.server.lock()
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._signalled, number)
+            await self.tiering.open(options.adapters)
+            self._publisher = stats.Publisher(stats.rows(self.store, self.tiering, self.server), instance, root=options.shm)
+            self.server.bind()
+            self.server.start()
+            notify("READY=1")
+            log.info("kvd %s serves %s with an arena of %s", __version__, options.socket, format_size(arena.capacity))
+            ticking = loop.create_task(self._tick())
+            await self._stopping.wait()
+            ticking.cancel()
+            await self._stop()
+        finally:
+            await self.server.close()
+            if self._publisher is not None:
+                self._publisher.close()
+            with contextlib.suppress(Exception):  # the process edge: nothing here may hide what ended the daemon
+                await self.tiering.close(0.5)
+            arena.close()
+
+    async def _stop(self) -> None:
+        notify("STOPPING=1")
+        log.info("stopping: no new writes, %.0f s for what is on its way to tiers", self.options.drain_s)
+        self.store.draining = True
+        closing = asyncio.create_task(self.tiering.close(self.options.drain_s))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            log.warning("told twice: stopping at once")
+            closing.cancel()
+            os._exit(1)
+        hurry.cancel()
+        self.tiering.tiers.clear()
+
+    def _signalled(self, number: int) -> None:
+        if self._stopping.is_set():
+            self._hurry.set()
+        else:
+            log.info("%s", signal.Signals(number).name)
+            self._stopping.set()
+
+    async def drain(self, deadline_s: float) -> Durability:
+        """Take no new writes and push everything to the tiers."""
+        self.store.draining = True
+        self._changed()
+        return await self.tiering.flush()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self.store.tick()
+                if time.monotonic() - self._published > HEARTBEAT_S:
+                    self._publish()
+            except Exception:  # a tick edge: the next one may do better, and must come
+                log.exception("periodic work failed unexpectedly")
+
+    def _changed(self) -> None:
+        if not self._fresh:
+            self._fresh = True
+            asyncio.get_running_loop().call_later(stats.PUBLISH_S, self._publish)
+
+    def _publish(self) -> None:
+        self._fresh = False
+        self._published = time.monotonic()
+        if self._publisher is not None and not self._stopping.is_set():
+            self._publisher.publish()
+
+    def _info(self) -> dict[str, Any]:
+        body = stats.of_rows(self._publisher.table) if self._publisher else {}
+        body["server"] = f"kvd {__version__}"
+        body["pid"] = os.getpid()
+        body["socket"] = str(self.options.socket)
+        body["uptime_s"] = (time.time_ns() - self._started_ns) / 1e9
+        for row, tier in zip(body.get("tiers", []), self.tiering.tiers, strict=False):
+            row["breaker_reason"] = tier.breaker.reason
+            row.update({k: v for k, v in tier.adapter.describe().items() if k not in row})
+        return body
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it started us (sd_notify: one datagram to $NOTIFY_SOCKET)."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path:
+        return
+    address = "\0" + path[1:] if path.startswith("@") else path
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:
+        link.connect(address)
+        link.send(state.encode())

@@ -1,0 +1,473 @@
+"""One method a request: the store first, the tiers where the store has nothing.
+
+Each method returns its answer at once when RAM decides, or a coroutine when a tier must be asked or room must come of a
+tier's work; those have the client's deadline. Nothing in RAM ever waits for one of them (I5).
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from kvd.service.server import Connection
+from kvd.store.extents import PAGE
+from kvd.store.identity import IDENTITY_BYTES, KEY_BYTES, NAMESPACE_BYTES
+from kvd.store.index import Slots
+from kvd.store.leases import Lent as LentExtent
+from kvd.store.leases import TokenPart
+from kvd.store.retention import Retention
+from kvd.store.store import ABSENT, Store
+from kvd.tiers.adapters.base import Durability
+from kvd.tiers.tiering import Fetch, Tiering
+from kvd.wire import protocol as p
+from kvtools import __version__
+
+log = logging.getLogger("kvd.operations")
+
+LEASE_S = 30.0
+"""How long a lease lasts unless renewed or released; also the most that a token may ask for."""
+INLINE_TOTAL = 1 << 20
+RESULT = p.Answer | Awaitable[p.Answer] | None
+
+_MISSING = np.uint64(p.MISSING)
+_PAGE = np.uint64(PAGE)
+
+
+class Operations:
+    """Serves requests out of one store and its tiers. `changed` is called after each, to keep the stats fresh."""
+
+    def __init__(
+        self, store: Store, tiering: Tiering, *, instance: str, changed: Callable[[], None], info: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.store = store
+        self.tiering = tiering
+        self.instance = instance
+        self.changed = changed
+        self.info = info
+        self.drain: Callable[[float], Awaitable[Durability]] | None = None
+        self._fetches: dict[tuple[bytes, bytes], Fetch] = {}  # (token, namespace) -> what is being promoted for it
+        self._methods: dict[type[p.Request], Callable[[Connection, Any], RESULT]] = {
+            p.Exists: self.exists,
+            p.Lease: self.lease,
+            p.Release: self.release,
+            p.Reserve: self.reserve,
+            p.Commit: self.commit,
+            p.PutInline: self.put_inline,
+            p.Abort: self.abort,
+            p.Prefix: self.prefix,
+            p.Claim: self.claim,
+            p.Renew: self.renew,
+            p.Prefetch: self.prefetch,
+            p.Delete: self.delete,
+            p.Clear: self.clear,
+            p.Flush: self.flush,
+            p.Stats: self.stats,
+            p.Keys: self.keys,
+            p.Drain: self.drain_now,
+            p.Ping: self.ping,
+            p.Where: self.where,
+        }
+
+    # ---- what the server asks for ------------------------------------------------------------------------------------
+
+    def handle(self, link: Connection, request: p.Request) -> RESULT:
+        self.changed()
+        return self._methods[type(request)](link, request)
+
+    def welcome(self, session: bytes) -> p.Welcome:
+        return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), self.store.arena.capacity, session, LEASE_S, self.instance)
+
+    def descriptor(self, write: bool) -> int:
+        arena = self.store.arena
+        return arena.fd if write else arena.read_only_fd
+
+    def lost(self, link: Connection) -> None:
+        self.store.connection_lost(link.holder)
+        if not self.store.leases.waits_for(link.peer):
+            link.peer.close()
+        elif not link.peer.when_gone(asyncio.get_running_loop(), lambda: self.store.process_gone(link.peer)):
+            log.warning(
+                "pid %d left extents it may still write to, and this host cannot tell when it ends: kept apart", link.peer.pid
+            )
+        self.changed()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def exists(self, link: Connection, m: p.Exists) -> RESULT:
+        slots = self.store.find(m.namespace, m.keys)
+        flags = slots != ABSENT
+        if self.tiering.tiers and not flags.all():
+            missing = np.flatnonzero(~flags).tolist()
+            below = self.tiering.has([m.namespace + m.keys[i] for i in missing])
+            flags[missing] = below
+        return p.Flags(m.id, flags.tobytes())
+
+    def lease(self, link: Connection, m: p.Lease) -> RESULT:
+        if len(m.keys) == 1:
+            fast = self._lease_one(link, m)
+            if fast is not None:
+                return fast
+        if len(m.keys) > p.MAX_BATCH:
+            return _bad(m, f"{len(m.keys)} keys in one request: at most {p.MAX_BATCH}")
+        slots = self.store.find(m.namespace, m.keys)
+        missing = slots == ABSENT
+        if m.timeout_ms > 0 and self.tiering.tiers and missing.any():
+            return self._lease_from_tiers(link, m, slots)
+        return self._answer_lease(link, m, m.namespace, slots)
+
+    def _lease_one(self, link: Connection, m: p.Lease) -> p.Answer | None:
+        """The same for one key that is in RAM: single requests are worth their own path."""
+        store = self.store
+        space = store.index.spaces.get(m.namespace)
+        slot = store.index.find_one(space, m.keys[0], store.clock_ns()) if space is not None else ABSENT
+        if not slot:
+            return None
+        length = store.index.length_of[slot]
+        offset = store.index.start_of[slot] * PAGE
+        store.count(m.namespace, 1, 0, length)
+        if length <= m.inline:
+            store.index.touch_one(slot)
+            return p.Leased(m.id, 0, b"\0" * 8, length.to_bytes(8, "little"), {0: bytes(store.arena.slice(offset, length))})
+        lease = store.pin(link.holder, np.array([slot], dtype=np.int64), store.monotonic() + LEASE_S)
+        return p.Leased(m.id, lease.number, offset.to_bytes(8, "little"), length.to_bytes(8, "little"))
+
+    async def _lease_from_tiers(self, link: Connection, m: p.Lease, slots: Slots) -> p.Answer:
+        store = self.store
+        deadline = asyncio.get_running_loop().time() + m.timeout_ms / 1000
+        # What RAM has is pinned first: the promotions below must not evict it.
+        held = slots[slots != ABSENT]
+        store.index.pin(held)
+        fetch = None
+        try:
+            fetch = self.tiering.fetch(m.namespace, [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()])
+            if fetch is not None:
+                await self.tiering.wait(fetch, deadline)
+                for i in np.flatnonzero(slots == ABSENT).tolist():
+                    slots[i] = fetch.slots.get(m.keys[i], ABSENT)
+                if fetch.no_room is not None and (cut := m.keys.index(fetch.no_room)):
+                    slots = slots[:cut]
+            return self._answer_lease(link, m, m.namespace, slots)
+        finally:
+            store.unpin(held)
+            if fetch is not None:
+                self.tiering.let_go(fetch)
+
+    def _answer_lease(self, link: Connection, m: p.Lease | p.Claim, namespace: bytes, slots: Slots) -> p.Leased:
+        store, index = self.store, self.store.index
+        missing = slots == ABSENT
+        lengths = index.length[slots]
+        offsets = index.start[slots].astype(np.uint64) * _PAGE
+        offsets[missing] = _MISSING
+        misses = int(missing.sum())
+        store.count(namespace, len(slots) - misses, misses, int(lengths.sum()))
+        inline: dict[int, bytes] | None = None
+        pinned = ~missing
+        limit = m.inline if isinstance(m, p.Lease) else 0
+        if limit and (small := np.flatnonzero(pinned & (lengths <= limit))).size and int(lengths[small].sum()) <= INLINE_TOTAL:
+            inline = {i: bytes(store.arena.slice(int(offsets[i]), int(lengths[i]))) for i in small.tolist()}
+            index.touch(slots[small])
+            pinned[small] = False
+        number = 0
+        if pinned.any():
+            number = store.pin(link.holder, slots[pinned], store.monotonic() + LEASE_S).number
+        return p.Leased(m.id, number, offsets.tobytes(), lengths.tobytes(), inline)
+
+    def release(self, link: Connection, m: p.Release) -> RESULT:
+        for number in m.leases:
+            self.store.release(link.holder, number)
+        return p.Done(m.id)
+
+    def renew(self, link: Connection, m: p.Renew) -> RESULT:
+        lease = self.store.leases.reads.get(m.lease)
+        if lease is None or lease.holder is not link.holder:
+            return p.Failed(m.id, "lease_lost", "the lease has ended")
+        self.store.leases.adopt(lease, link.holder, self.store.monotonic() + LEASE_S)
+        return p.Done(m.id)
+
+    def prefix(self, link: Connection, m: p.Prefix) -> RESULT:
+        if not m.namespaces or len(m.keys) > p.MAX_BATCH:
+            return _bad(m, "prefix wants at least one namespace, and not more keys than a batch holds")
+        length = len(m.keys)
+        found: dict[bytes, Slots] = {}
+        for namespace in m.namespaces:
+            slots = found[namespace] = self.store.find(namespace, m.keys[:length])
+            flags = slots != ABSENT
+            if self.tiering.tiers and not flags.all():
+                missing = np.flatnonzero(~flags).tolist()
+                flags[missing] = self.tiering.has([namespace + m.keys[i] for i in missing])
+            if not flags.all():
+                length = int(np.argmin(flags))
+        token = b""
+        if m.pin_ms > 0 and length:
+            length, token = self._pin_prefix(m, found, length)
+        return p.PrefixFound(m.id, length, token)
+
+    def _pin_prefix(self, m: p.Prefix, found: dict[bytes, Slots], length: int) -> tuple[int, bytes]:
+        """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
+        seconds = min(m.pin_ms / 1000, LEASE_S)
+        keys = m.keys[:length]
+        token = self.store.open_token({n: (keys, s[:length].copy()) for n, s in found.items()}, self.store.monotonic() + seconds)
+        loop = asyncio.get_running_loop()
+        for namespace, slots in found.items():
+            absent = [keys[i] for i in np.flatnonzero(slots[:length] == ABSENT).tolist()]
+            fetch = self.tiering.fetch(namespace, absent) if absent else None
+            if fetch is None:
+                continue
+            self._fetches[token, namespace] = fetch
+            loop.call_later(seconds, self._drop_fetch, token, namespace)
+            if fetch.no_room is not None:
+                length = min(length, keys.index(fetch.no_room))
+        return length, token if length else b""
+
+    def _drop_fetch(self, token: bytes, namespace: bytes) -> None:
+        fetch = self._fetches.pop((token, namespace), None)
+        if fetch is not None:
+            self.tiering.let_go(fetch)
+
+    def claim(self, link: Connection, m: p.Claim) -> RESULT:
+        part = self.store.leases.claim(m.token, m.namespace)
+        fetch = self._fetches.pop((m.token, m.namespace), None)
+        if part is None:
+            if fetch is not None:
+                self.tiering.let_go(fetch)
+            return p.Failed(m.id, "lease_lost", "the token has ended, or was claimed")
+        if fetch is None:
+            return self._claimed(link, m, part)
+        return self._claim_slowly(link, m, part, fetch)
+
+    async def _claim_slowly(self, link: Connection, m: p.Claim, part: TokenPart, fetch: Fetch) -> p.Answer:
+        try:
+            await self.tiering.wait(fetch, asyncio.get_running_loop().time() + m.timeout_ms / 1000)
+            for i in np.flatnonzero(part.slots == ABSENT).tolist():
+                part.slots[i] = fetch.slots.get(part.keys[i], ABSENT)
+            return self._claimed(link, m, part)
+        except asyncio.CancelledError:
+            self._end(part)
+            raise
+        finally:
+            self.tiering.let_go(fetch)
+
+    def _claimed(self, link: Connection, m: p.Claim, part: TokenPart) -> p.Answer:
+        answer = self._answer_lease(link, m, m.namespace, part.slots)
+        self._end(part)
+        return answer
+
+    def _end(self, part: TokenPart) -> None:
+        if self.store.leases.reads.pop(part.lease.number, None) is not None:
+            self.store.unpin(part.lease.slots)
+
+    async def _prefetched(self, m: p.Prefetch, fetch: Fetch) -> p.Answer:
+        try:
+            await self.tiering.wait(fetch, asyncio.get_running_loop().time() + m.timeout_ms / 1000)
+            return p.Count(m.id, len(fetch.slots))
+        finally:
+            self.tiering.let_go(fetch)
+
+    def prefetch(self, link: Connection, m: p.Prefetch) -> RESULT:
+        slots = self.store.find(m.namespace, m.keys)
+        fetch = self.tiering.fetch(m.namespace, [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()])
+        return p.Count(m.id, 0) if fetch is None else self._prefetched(m, fetch)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, link: Connection, m: p.Reserve) -> RESULT:
+        if (refused := self._may_write(link, m)) is not None:
+            return refused
+        if any(size < 0 or self.store.too_large(size) for size in m.sizes):
+            return p.Failed(m.id, "too_large", f"a value is larger than the arena ({self.store.arena.capacity} bytes)")
+        lent = self.store.reserve(link.holder, m.sizes, self.store.monotonic() + LEASE_S)
+        if len(lent) == len(m.sizes) or (lent and m.partial):
+            return _lent(m.id, lent)
+        if m.timeout_ms > 0 and self.tiering.pending():
+            return self._reserve_slowly(link, m, lent)
+        return self._no_room(link, m, lent, "no_room")
+
+    async def _reserve_slowly(self, link: Connection, m: p.Reserve, lent: list[LentExtent]) -> p.Answer:
+        """No room now, but values on their way to a tier: wait for that, up to the client's deadline (I5)."""
+        deadline = asyncio.get_running_loop().time() + m.timeout_ms / 1000
+        try:
+            while len(lent) < len(m.sizes) and not (lent and m.partial):
+                if not await self.tiering.wait_for_room(deadline):
+                    return self._no_room(link, m, lent, "busy")
+                lent += self.store.reserve(link.holder, m.sizes[len(lent) :], self.store.monotonic() + LEASE_S)
+                if len(lent) < len(m.sizes) and not self.tiering.pending() and not (lent and m.partial):
+                    return self._no_room(link, m, lent, "no_room")
+        except asyncio.CancelledError:
+            for extent in lent:
+                self.store.abort(link.holder, extent.serial)
+            raise
+        return _lent(m.id, lent)
+
+    def _no_room(self, link: Connection, m: p.Reserve, lent: list[LentExtent], code: str) -> p.Answer:
+        for extent in lent:
+            self.store.abort(link.holder, extent.serial)
+        self.store.counts.reject(code)
+        why = "the arena is full of values on their way to a tier" if code == "busy" else "the arena is full of pinned values"
+        return p.Failed(m.id, code, why)
+
+    def commit(self, link: Connection, m: p.Commit) -> RESULT:
+        if (refused := self._may_write(link, m) or _bad_keys(m, m.namespace, m.keys)) is not None:
+            return refused
+        if not len(m.keys) == len(m.serials) == len(m.lengths):
+            return _bad(m, "keys, serials and lengths differ in number")
+        retention = _retention(m.retention)
+        if retention is None:
+            return _bad(m, f"unknown retention {m.retention}")
+        store = self.store
+        receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
+        reasons = [
+            store.commit(link.holder, serial, m.namespace, key, length, retention, m.expires_ns)
+            for serial, key, length in zip(m.serials, m.keys, m.lengths, strict=True)
+        ]
+        refusals = sum(map(bool, reasons))
+        self.tiering.collected(refusals)
+        ahead = store.reserve(link.holder, m.ahead, store.monotonic() + LEASE_S, ahead=True) if m.ahead else []
+        answer = p.Committed(m.id, reasons if refusals else [], 0, [e.serial for e in ahead], [e.offset for e in ahead])
+        return answer if receipt is None else self._durable(answer, receipt.done, receipt, m.wait_ms)
+
+    def put_inline(self, link: Connection, m: p.PutInline) -> RESULT:
+        if (refused := self._may_write(link, m) or _bad_keys(m, m.namespace, m.keys)) is not None:
+            return refused
+        retention = _retention(m.retention)
+        if retention is None or len(m.keys) != len(m.values) or any(len(v) > p.INLINE_BYTES for v in m.values):
+            return _bad(m, "unknown retention, or values that do not fit the frame")
+        receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
+        reasons = [
+            self.store.put_inline(m.namespace, key, value, retention, m.expires_ns)
+            for key, value in zip(m.keys, m.values, strict=True)
+        ]
+        refusals = sum(map(bool, reasons))
+        self.tiering.collected(refusals)
+        answer = p.Committed(m.id, reasons if refusals else [], 0, [], [])
+        return answer if receipt is None else self._durable(answer, receipt.done, receipt, m.wait_ms)
+
+    async def _durable(self, answer: p.Committed, done: "asyncio.Future[None]", receipt: Any, wait_ms: int) -> p.Answer:
+        await asyncio.wait([done], timeout=wait_ms / 1000)
+        answer.durability = int(receipt.weakest or 0) if done.done() else 0
+        return answer
+
+    def abort(self, link: Connection, m: p.Abort) -> RESULT:
+        for serial in m.serials:
+            self.store.abort(link.holder, serial)
+        return p.Done(m.id)
+
+    def _may_write(self, link: Connection, m: p.Request) -> p.Failed | None:
+        if not link.write:
+            return p.Failed(m.id, "read_only", "this connection did not ask to write")
+        if self.store.draining:
+            return p.Failed(m.id, "draining", "the daemon takes no new writes")
+        return None
+
+    # ---- removing and asking -----------------------------------------------------------------------------------------
+
+    def delete(self, link: Connection, m: p.Delete) -> RESULT:
+        if m.arena_only or not self.tiering.tiers:
+            return p.Count(m.id, self.store.delete(m.namespace, m.keys))
+        return self._delete_everywhere(m)
+
+    async def _delete_everywhere(self, m: p.Delete) -> p.Answer:
+        keys = list(dict.fromkeys(m.keys))
+        held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has([m.namespace + k for k in keys]))
+        self.store.delete(m.namespace, keys)
+        await self.tiering.delete([m.namespace + key for key in keys])
+        return p.Count(m.id, int(held.sum()))
+
+    def clear(self, link: Connection, m: p.Clear) -> RESULT:
+        namespace = m.namespace or None
+        if m.arena_only or not self.tiering.tiers:
+            return p.Count(m.id, self.store.clear(namespace))
+        return self._clear_everywhere(m.id, namespace)
+
+    async def _clear_everywhere(self, number: int, namespace: bytes | None) -> p.Answer:
+        index = self.store.index
+        space = index.spaces.get(namespace) if namespace is not None else None
+        if namespace is not None and space is None:
+            return p.Count(number, await self.tiering.clear(namespace))
+        in_arena = [self.store.identity_of(slot) for slot in index.live_slots(space)]
+        only_here = len(in_arena) - sum(self.tiering.has(in_arena))
+        self.store.clear(namespace)
+        return p.Count(number, only_here + await self.tiering.clear(namespace))
+
+    async def _flush(self, m: p.Flush) -> p.Answer:
+        try:
+            async with asyncio.timeout(m.timeout_ms / 1000 if m.timeout_ms > 0 else None):
+                return p.Done(m.id, int(await self.tiering.flush()))
+        except TimeoutError:
+            return p.Failed(m.id, "timeout", "values are still on their way to a tier")
+
+    def flush(self, link: Connection, m: p.Flush) -> RESULT:
+        return self._flush(m)
+
+    def stats(self, link: Connection, m: p.Stats) -> RESULT:
+        return p.Info(m.id, self.info())
+
+    def keys(self, link: Connection, m: p.Keys) -> RESULT:
+        limit = max(1, min(m.limit, 10000))
+        store, index = self.store, self.store.index
+        space = index.spaces.get(m.namespace) if m.namespace else None
+        slots = [] if m.namespace and space is None else list(index.live_slots(space))
+        rows = [(store.identity_of(s), index.length_of[s], index.klass_of[s], index.expires_of[s], "arena") for s in slots]
+        for tier in self.tiering.tiers:
+            if tier.adapter.capabilities.enumerate and tier.adapter.capabilities.local_index:
+                rows += [
+                    (i, h.length, int(h.retention), h.expires_ns, tier.name)
+                    for i, h in tier.adapter.enumerate()
+                    if not m.namespace or i[:NAMESPACE_BYTES] == m.namespace
+                ]
+        rows.sort()
+        if m.after:
+            rows = [
+                row
+                for row in rows
+                if (row[0], row[4]) > (m.after[:IDENTITY_BYTES], m.after[IDENTITY_BYTES:].decode(errors="replace"))
+            ]
+        return p.KeyPage(m.id, rows[:limit], len(rows) > limit)
+
+    def where(self, link: Connection, m: p.Where) -> RESULT:
+        places: list[list[str]] = [[] for _ in m.keys]
+        for i, slot in enumerate(self.store.find(m.namespace, m.keys).tolist()):
+            if slot:
+                places[i].append("arena")
+        for tier in self.tiering.tiers:
+            for i, hit in enumerate(tier.has([m.namespace + key for key in m.keys])):
+                if hit is not None:
+                    places[i].append(tier.name)
+        return p.Info(m.id, {"places": places})
+
+    async def _drained(self, m: p.Drain) -> p.Answer:
+        assert self.drain is not None
+        try:
+            async with asyncio.timeout(m.timeout_ms / 1000):
+                return p.Done(m.id, int(await self.drain(m.timeout_ms / 1000)))
+        except TimeoutError:
+            return p.Failed(m.id, "timeout", "values are still on their way to a tier")
+
+    def drain_now(self, link: Connection, m: p.Drain) -> RESULT:
+        return self._drained(m)
+
+    def ping(self, link: Connection, m: p.Ping) -> RESULT:
+        return p.Done(m.id)
+
+
+def _lent(number: int, lent: list[LentExtent]) -> p.Lent:
+    return p.Lent(number, [extent.serial for extent in lent], [extent.offset for extent in lent])
+
+
+def _bad(m: p.Request, why: str) -> p.Failed:
+    return p.Failed(m.id, "bad_request", why)
+
+
+def _bad_keys(m: p.Request, namespace: bytes, keys: list[bytes]) -> p.Failed | None:
+    if len(namespace) != NAMESPACE_BYTES or len(keys) > p.MAX_BATCH or any(len(key) != KEY_BYTES for key in keys):
+        return _bad(m, f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}, a batch at most {p.MAX_BATCH} keys")
+    return None
+
+
+def _retention(number: int) -> Retention | None:
+    try:
+        return Retention(number)
+    except ValueError:
+        return None

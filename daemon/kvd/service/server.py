@@ -1,0 +1,372 @@
+"""The socket: who may come in, the handshake, frames in and out.
+
+A live daemon's socket is never stolen and a stale one is replaced: an exclusive lock on `<socket>.lock`, held for life,
+decides which it is. Peers outside the allow-list are closed without a word from us. The handshake runs on the bare socket,
+because a descriptor travels with it; then the connection belongs to uvloop.
+
+Frames: over MAX_FRAME or undecodable ones get an error frame, then a close. Requests that the store can answer are
+answered in the same call; those that wait for a tier become tasks, at most MAX_WAITING a connection, above which it is
+not read from. A client that does not read its answers is not read from either. So one connection's memory is bounded:
+one frame in, one batch of answers out.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Protocol, cast
+
+import msgspec
+
+from kvd.errors import KvdError
+from kvd.service.peers import Peer
+from kvd.store.leases import Holder
+from kvd.wire import protocol
+from kvd.wire.protocol import LENGTH, MAX_FRAME, Answer, Failed, Request, encode
+from kvtools.errors import UsageError
+
+log = logging.getLogger("kvd.server")
+
+HANDSHAKE_S = 5.0
+MAX_WAITING = 64
+MAX_CONNECTIONS = 4096
+
+
+class Handler(Protocol):
+    """What serves the requests of connections."""
+
+    def handle(self, link: "Connection", request: Request) -> Answer | Awaitable[Answer] | None: ...
+
+    def welcome(self, session: bytes) -> protocol.Welcome: ...
+
+    def descriptor(self, write: bool) -> int: ...
+
+    def lost(self, link: "Connection") -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One client. `holder` is what the store knows it by."""
+
+    def __init__(self, server: "Server", peer: Peer, sock: socket.socket, write: bool) -> None:
+        self.server = server
+        self.peer = peer
+        self.write = write
+        self.session = secrets.token_bytes(16)
+        self.holder = Holder(peer)
+        # Our own descriptor of the same socket, to shut it down with before its leases end: see connection_lost.
+        self._sock = sock.dup()
+        self._buffer = bytearray()
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._stopped = 0
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class, which is not registered as one
+        transport.set_write_buffer_limits(high=4 * MAX_FRAME)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._buffer and len(data) >= 4:
+            # The usual case: one whole frame, nothing left over, no copy.
+            (size,) = LENGTH.unpack_from(data)
+            if size == len(data) - 4 and size <= MAX_FRAME:
+                self._frame(memoryview(data)[4:])
+                return
+        self._buffer += data
+        taken = 0
+        while len(self._buffer) - taken >= 4:
+            (size,) = LENGTH.unpack_from(self._buffer, taken)
+            if size > MAX_FRAME:
+                self._refuse(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
+                return
+            if len(self._buffer) - taken < 4 + size:
+                break
+            with memoryview(self._buffer) as view:
+                body = bytes(view[taken + 4 : taken + 4 + size])
+            taken += 4 + size
+            self._frame(body)
+            if self._transport.is_closing():
+                return
+        if taken:
+            del self._buffer[:taken]
+
+    def _frame(self, body: bytes | memoryview) -> None:
+        try:
+            request = protocol.request_decoder.decode(body)
+        except msgspec.DecodeError as error:
+            self._refuse(f"cannot decode a frame: {error}")
+            return
+        try:
+            answer = self.server.handler.handle(self, request)
+        except Exception as error:  # the edge of one request: a defect in it must not end the connection
+            log.exception("%s failed unexpectedly", type(request).__name__)
+            answer = Failed(request.id, "internal", repr(error))
+        if isinstance(answer, Answer):
+            if request.id:
+                self.send(answer)
+        elif answer is not None:
+            self._wait_for(request, answer)
+
+    def send(self, answer: Answer) -> None:
+        """Send an answer, or an error in its place when it does not fit a frame."""
+        if self._transport.is_closing():
+            return
+        try:
+            frame = encode(answer)
+        except ValueError as error:
+            frame = encode(Failed(answer.id, "bad_request", f"the answer does not fit: {error}"))
+        self._transport.write(frame)
+
+    def _wait_for(self, request: Request, work: Awaitable[Answer]) -> None:
+        async def finish() -> None:
+            try:
+                answer = await work
+            except KvdError as error:
+                answer = Failed(request.id, "busy", error.message)
+            except Exception as error:  # the edge of one request's task
+                log.exception("%s failed unexpectedly", type(request).__name__)
+                answer = Failed(request.id, "internal", repr(error))
+            if request.id:
+                self.send(answer)
+
+        task = asyncio.ensure_future(finish())
+        self._waiting.add(task)
+        task.add_done_callback(self._waited)
+        if len(self._waiting) >= MAX_WAITING:
+            self._stop_reading()
+
+    def _waited(self, task: "asyncio.Task[None]") -> None:
+        self._waiting.discard(task)
+        if len(self._waiting) == MAX_WAITING - 1:
+            self._go_on_reading()
+
+    def _refuse(self, why: str) -> None:
+        log.warning("connection of pid %d: %s: closed", self.peer.pid, why)
+        self.server.bad_frames += 1
+        self.send(Failed(0, "bad_frame", why))
+        self._transport.close()
+        self._buffer.clear()
+
+    def pause_writing(self) -> None:
+        self._stop_reading()
+
+    def resume_writing(self) -> None:
+        self._go_on_reading()
+
+    def _stop_reading(self) -> None:
+        self._stopped += 1
+        if self._stopped == 1 and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _go_on_reading(self) -> None:
+        self._stopped = max(0, self._stopped - 1)
+        if not self._stopped and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # The client must see the hang-up before the bytes it reads lose their pins: its own check (a poll of the socket
+        # after copying) relies on that order.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for task in self._waiting:
+            task.cancel()
+        self.server.connections.pop(self.session, None)
+        self.server.handler.lost(self)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._transport.close()
+
+
+class Server:
+    """The listening socket and its connections.
+
+    `mode` and `group` are the socket file's; `uids` and `gids` say who may connect besides root and the daemon's own uid.
+    Raises UsageError when the path cannot be a socket, KvdError when a live daemon owns it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        handler: Handler,
+        *,
+        mode: int = 0o600,
+        group: int | None = None,
+        uids: frozenset[int] = frozenset(),
+        gids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.path = path
+        self.handler = handler
+        self.mode = mode
+        self.group = group
+        self.uids = uids | {0, os.getuid()}
+        self.gids = gids
+        self.connections: dict[bytes, Connection] = {}
+        self.bad_frames = 0
+        self.refused_peers = 0
+        self._lock_fd = -1
+        self._listener: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    def lock(self) -> None:
+        """Own the path, before anything that takes long or could harm another daemon's files."""
+        length = len(os.fsencode(self.path))
+        if length > 107:
+            raise UsageError(f"socket path too long ({length} bytes): {self.path}", hint="a Unix socket's path has at most 107")
+        try:
+            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken() from None
+        except OSError as error:
+            why = f"cannot use the socket path {self.path}: {error.strerror}"
+            raise UsageError(why, hint="give --socket a path in a directory you may write") from None
+        self._remove_stale()
+
+    def _taken(self) -> KvdError:
+        return KvdError(f"a daemon is already running on {self.path}", hint="stop it, or give this one another --socket")
+
+    def bind(self) -> None:
+        """Listen. Nothing is accepted before `start`."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        # No moment with looser permissions than asked for: the file is born 0600.
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(self.path))
+            if self.group is not None:
+                os.chown(self.path, -1, self.group)
+        except OSError as error:
+            raise UsageError(f"cannot bind {self.path}: {error.strerror}") from None
+        finally:
+            os.umask(before)
+        self.path.chmod(self.mode)
+        listener.listen(256)
+        self._listener = listener
+
+    def _remove_stale(self) -> None:
+        try:
+            kind = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(kind):
+            raise UsageError(f"{self.path} exists and is not a socket", hint="give another --socket, or move that file away")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1)
+            try:
+                probe.connect(str(self.path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                pass
+            except OSError as error:
+                raise KvdError(f"something holds {self.path} ({error.strerror or error})", hint="stop it first") from None
+            else:
+                # Alive without our lock: another program, or a daemon whose lock file was deleted.
+                raise self._taken()
+        log.info("replacing the stale socket %s", self.path)
+        self.path.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Accept connections."""
+        self._task = asyncio.get_running_loop().create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert self._listener is not None
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # out of descriptors: wait for some to come free
+                log.warning("cannot accept a connection: %s", error.strerror)
+                await asyncio.sleep(0.2)
+                continue
+            task = loop.create_task(self._greet(sock))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _greet(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await self._handshake(sock)
+        except (OSError, TimeoutError, msgspec.DecodeError, EOFError) as error:
+            log.info("a connection failed its handshake: %s", str(error) or type(error).__name__)
+            sock.close()
+        except Exception:  # a task edge
+            log.exception("a handshake failed unexpectedly")
+            sock.close()
+
+    async def _handshake(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        peer = Peer(sock)
+        if not self._allowed(peer) or len(self.connections) >= MAX_CONNECTIONS:
+            self.refused_peers += 1
+            log.warning("refused a connection of uid %d, gid %d (pid %d)", peer.uid, peer.gid, peer.pid)
+            peer.close()
+            sock.close()
+            return
+        (size,) = LENGTH.unpack(await _exactly(loop, sock, 4))
+        if size > 4096:
+            raise EOFError("its first frame is not a greeting")
+        hello = protocol.hello_decoder.decode(await _exactly(loop, sock, size))
+        if hello.version != protocol.VERSION:
+            why = f"this daemon speaks protocol version {protocol.VERSION}, the client {hello.version}"
+            sock.send(encode(Failed(0, "bad_request", why)))
+            peer.close()
+            sock.close()
+            return
+        if hello.attach:
+            self._attach(sock, peer, hello)
+            return
+        link = Connection(self, peer, sock, hello.write)
+        self.connections[link.session] = link
+        self._send_welcome(sock, link.session, hello.write)
+        await loop.connect_accepted_socket(lambda: link, sock)
+
+    def _attach(self, sock: socket.socket, peer: Peer, hello: protocol.Hello) -> None:
+        """Hand the writable descriptor to a session that decided to write after all, and hang up."""
+        link = self.connections.get(hello.attach)
+        if link is None or (link.peer.pid, link.peer.uid) != (peer.pid, peer.uid):
+            sock.send(encode(Failed(0, "bad_request", "no such session of this process")))
+        else:
+            link.write = True
+            self._send_welcome(sock, link.session, write=True)
+        peer.close()
+        sock.close()
+
+    def _send_welcome(self, sock: socket.socket, session: bytes, write: bool) -> None:
+        frame = encode(self.handler.welcome(session))
+        socket.send_fds(sock, [frame], [self.handler.descriptor(write)])
+
+    def _allowed(self, peer: Peer) -> bool:
+        return peer.uid in self.uids or peer.gid in self.gids
+
+    async def close(self) -> None:
+        """Stop accepting, hang up on everyone, remove the socket, let go of the lock."""
+        for task in [*self._handshakes, *([self._task] if self._task else [])]:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for link in list(self.connections.values()):
+            link.close()
+        await asyncio.sleep(0)
+        if self._listener is not None:
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
+    """`size` bytes and not one more: what follows belongs to the transport."""
+    data = b""
+    while len(data) < size:
+        part = await loop.sock_recv(sock, size - len(data))
+        if not part:
+            raise EOFError("hung up")
+        data += part
+    return data

@@ -1,0 +1,160 @@
+"""kvd serve's settings: flag > environment > default, turned into Options; and the process around the daemon."""
+
+import asyncio
+import grp
+import logging
+import os
+import pwd
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvd.service.daemon import Daemon, Options
+from kvd.tiers.adapters.base import Adapter, AdapterError, Durability
+from kvd.wire.connection import default_socket
+from kvtools.config import Resolved, Setting, resolve
+from kvtools.errors import KvError, UsageError
+from kvtools.output import emit, table
+from kvtools.units import MAX_BYTES, format_size, parse_duration, parse_size
+
+MIN_ARENA = 1 << 20
+
+
+def _mode(text: str) -> int:
+    if not re.fullmatch(r"0?[0-7]{3}", text):
+        raise UsageError(f"not a file mode: {text!r}", hint="three octal digits, such as 0660")
+    return int(text, 8)
+
+
+def _uid(text: str) -> int:
+    try:
+        return int(text) if text.isdigit() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise UsageError(f"no such user: {text!r}") from None
+
+
+def _gid(text: str) -> int:
+    try:
+        return int(text) if text.isdigit() else grp.getgrnam(text).gr_gid
+    except KeyError:
+        raise UsageError(f"no such group: {text!r}") from None
+
+
+def _word(what: str, *words: str) -> Any:
+    def parse(text: str) -> str:
+        found = next((word for word in words if word.lower() == text.strip().lower()), None)
+        if found is None:
+            raise UsageError(f"not a {what}: {text!r}", hint="one of " + ", ".join(words))
+        return found
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    return bool(_word("switch", "0", "1", "false", "true", "no", "yes")(text) in ("1", "true", "yes"))
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(part) for part in text.split(os.pathsep) if part]
+
+
+SETTINGS = (
+    Setting("socket", Path, None, ("KVD_SOCKET",), help="The daemon's socket."),
+    Setting("max_bytes", parse_size, 8 << 30, ("KVD_MAX_BYTES",), help="Size of the arena."),
+    Setting("long_path", _paths, [], ("KVD_LONG_PATH",), help="Directories of the disk tier."),
+    Setting("long_bytes", parse_size, 32 << 30, ("KVD_LONG_BYTES",), help="Size of the disk tier."),
+    Setting(
+        "durability",
+        _word("durability", "none", "group", "fsync"),
+        "none",
+        ("KVD_DURABILITY",),
+        help="What a stored value survives.",
+    ),
+    Setting("socket_mode", _mode, 0o600, ("KVD_SOCKET_MODE",), help="Mode of the socket file."),
+    Setting("socket_group", _gid, None, ("KVD_SOCKET_GROUP",), help="Group of the socket file."),
+    Setting("allow_uid", lambda t: [t], [], ("KVD_ALLOW_UID",), help="Users that may connect."),
+    Setting("allow_gid", lambda t: [t], [], ("KVD_ALLOW_GID",), help="Groups that may connect."),
+    Setting("hugepages", _switch, False, ("KVD_HUGEPAGES",), help="Ask for 2 MiB pages."),
+    Setting(
+        "eviction_policy", _word("eviction policy", "LRU", "noop"), "LRU", ("KVD_EVICTION_POLICY",), help="What a full arena does."
+    ),
+    Setting("drain_timeout", parse_duration, 20.0, ("KVD_DRAIN_TIMEOUT",), help="For pending writes when stopping."),
+    Setting(
+        "log_level", _word("log level", "DEBUG", "INFO", "WARNING", "ERROR"), "INFO", ("KVD_LOG_LEVEL",), help="What is logged."
+    ),
+)
+
+
+def gib(value: float, other: str | None) -> str:
+    """The text of --max-bytes meant by --l1-size-gb. Raises UsageError when both are given, or it is no sensible number."""
+    if other is not None:
+        raise UsageError("--l1-size-gb and --max-bytes say the same thing", hint="give one of them")
+    if not 0 < value < MAX_BYTES >> 30:
+        raise UsageError(f"not a size in GiB: {value}")
+    return f"{int(value * (1 << 30))}"
+
+
+def serve(flags: Mapping[str, Any], *, show_config: bool) -> None:
+    """Run the daemon with these flags until it is told to stop."""
+    settings = resolve(SETTINGS, flags=flags)
+    if show_config:
+        rows = [(s.name, _shown(settings[s.name].value, s.name), settings[s.name].origin) for s in SETTINGS]
+        for line in table(("SETTING", "VALUE", "FROM"), rows):
+            emit(line)
+        return
+    options = options_of(settings)
+    logging.basicConfig(
+        level=settings["log_level"].value, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(Daemon(options).run())
+        except AdapterError as error:
+            raise KvError(f"cannot open the disk tier: {error.message}", hint=error.hint) from None
+
+
+def _shown(value: Any, name: str) -> str:
+    if name in ("max_bytes", "long_bytes"):
+        return format_size(value)
+    if name == "socket_mode":
+        return f"{value:04o}"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "-"
+    return "-" if value is None else str(value)
+
+
+def options_of(settings: Resolved) -> Options:
+    """What the daemon needs. Raises UsageError for what cannot be meant."""
+    value = {name: setting.value for name, setting in settings.items()}
+    if value["max_bytes"] < MIN_ARENA:
+        raise UsageError(f"--max-bytes {format_size(value['max_bytes'])} is too small", hint="the least is 1MiB")
+    if settings["long_bytes"].origin != "default" and not value["long_path"]:
+        raise UsageError("--long-bytes without --long-path", hint="say where the disk tier lies: --long-path DIR")
+    if settings["durability"].origin != "default" and not value["long_path"]:
+        raise UsageError("--durability without --long-path", hint="say where the disk tier lies: --long-path DIR")
+    return Options(
+        socket=Path(value["socket"] or default_socket()).absolute(),
+        max_bytes=value["max_bytes"],
+        adapters=_disks(value["long_path"], value["long_bytes"], Durability[value["durability"].upper()]),
+        socket_mode=value["socket_mode"],
+        socket_group=value["socket_group"],
+        allow_uids=frozenset(map(_uid, value["allow_uid"])),
+        allow_gids=frozenset(map(_gid, value["allow_gid"])),
+        huge_pages=value["hugepages"],
+        drain_s=value["drain_timeout"],
+        evicting=value["eviction_policy"] == "LRU",
+    )
+
+
+def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter]:
+    if not paths:
+        return []
+    if len(paths) > 1:
+        raise UsageError("several --long-path are not supported yet", hint="give one directory")
+    from kvd.tiers.adapters.disk import DiskAdapter
+
+    return [DiskAdapter("disk", paths[0].absolute(), size, durability=durability)]

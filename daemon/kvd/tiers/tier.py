@@ -1,0 +1,333 @@
+"""One adapter at work: its queue of changes, its threads, its breaker.
+
+Changes (stores and deletes) of one tier are a first-in-first-out queue worked off by one thread, a batch at a time: two
+values put under one key can so never reach the tier in the wrong order. A batch never holds one identity twice. Loads
+have threads of their own and never wait for changes.
+
+A queued value is *dirty*: protected from eviction but not pinned, so that a daemon whose tier is broken can still let it
+go. A value whose bytes a thread is reading is pinned.
+
+Breaker: after FAILURES failed calls in a row the tier is left alone for a while (1 s, doubling to 30 s), then one call
+probes it. Loads are misses meanwhile; what waits to be stored stays queued.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from kvd.store.identity import Identity
+from kvd.store.retention import Retention
+from kvd.store.store import ABSENT, Store
+from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
+
+log = logging.getLogger("kvd.tiers")
+
+T = TypeVar("T")
+
+BATCH_ITEMS = 256
+BATCH_BYTES = 64 << 20
+LOAD_THREADS = 8
+FAILURES = 3
+PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
+
+
+class Receipt:
+    """What became of the values of one put: resolved when every tier that takes them has answered."""
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.left = count
+        self.weakest: Durability | None = None
+        self.done: asyncio.Future[None] = loop.create_future()
+
+    def note(self, durability: Durability) -> None:
+        """One value's fate."""
+        self.weakest = durability if self.weakest is None else min(self.weakest, durability)
+        self.left -= 1
+        if self.left <= 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+@dataclass(slots=True)
+class Write:
+    """A value on its way: the slot, and the very key object it had, by which a reused slot is told."""
+
+    slot: int
+    key: bytes
+    receipts: list[Receipt] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Erase:
+    """Identities to delete."""
+
+    identities: list[Identity]
+    receipt: Receipt
+
+
+class Breaker:
+    """Whether to leave a tier alone."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self.failures = 0
+        self.opened_total = 0
+        self.reason = ""
+        self._until = 0.0
+        self._pause = PAUSE_S
+
+    @property
+    def open(self) -> bool:
+        """Calls are not wanted now (once the pause is over, one may probe)."""
+        return self.failures >= FAILURES and self._monotonic() < self._until
+
+    @property
+    def tripped(self) -> bool:
+        """It has not worked since it broke."""
+        return self.failures >= FAILURES
+
+    def wait_s(self) -> float:
+        """Seconds until a probe may be made."""
+        return max(0.0, self._until - self._monotonic())
+
+    def succeeded(self) -> None:
+        self.failures, self._pause, self.reason = 0, PAUSE_S, ""
+
+    def failed(self, reason: str) -> None:
+        self.failures += 1
+        self.reason = reason
+        if self.failures >= FAILURES:
+            self.opened_total += self.failures == FAILURES
+            self._until = self._monotonic() + self._pause
+            self._pause = min(PAUSE_MAX_S, self._pause * 2)
+
+
+class Tier:
+    """An adapter, its queue and its threads. Lives on the event loop; only the adapter's methods run elsewhere."""
+
+    def __init__(self, adapter: Adapter, store: Store, *, changed: Callable[[], None]) -> None:
+        self.adapter = adapter
+        self.name = adapter.name
+        self.store = store
+        self.breaker = Breaker(store.monotonic)
+        self.queue: deque[Write | Erase] = deque()
+        self.doomed: dict[Identity, int] = {}
+        """What a queued delete is about to remove: look-ups must not see it any more."""
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._changes = ThreadPoolExecutor(1, thread_name_prefix=f"kvd-{self.name}-w")
+        self._loads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix=f"kvd-{self.name}-r")
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Recover the adapter and start working. Raises what `Adapter.open` raises."""
+        await self._loop.run_in_executor(self._changes, self.adapter.open)
+        self._task = self._loop.create_task(self._work())
+
+    async def close(self, deadline_s: float) -> None:
+        """Work off the queue until the deadline, then close the adapter."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.settle()
+        except TimeoutError:
+            log.warning("tier %s: %d values were still on their way at the deadline", self.name, len(self.queue))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(deadline_s + 5):
+                await self._loop.run_in_executor(self._changes, self.adapter.close, deadline_s)
+        except (TimeoutError, AdapterError) as error:
+            log.warning("tier %s did not close cleanly: %s", self.name, error)
+        self._changes.shutdown(wait=False, cancel_futures=True)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- changes -----------------------------------------------------------------------------------------------------
+
+    def write(self, slot: int, receipt: Receipt | None) -> None:
+        """Queue a live value; it is dirty until the tier has answered."""
+        index = self.store.index
+        key = index.keys[slot]
+        assert key is not None
+        index.dirty_of[slot] += 1
+        self._push(Write(slot, key, [receipt] if receipt else []))
+
+    def erase(self, identities: list[Identity]) -> Receipt:
+        """Queue deletes; look-ups miss these identities from now on."""
+        receipt = Receipt(1, self._loop)
+        for identity in identities:
+            self.doomed[identity] = self.doomed.get(identity, 0) + 1
+        self._push(Erase(identities, receipt))
+        return receipt
+
+    @property
+    def busy(self) -> bool:
+        """Whether changes are queued or under way."""
+        return not self._idle.is_set()
+
+    async def settle(self) -> None:
+        """Wait until everything queued so far and since has been worked off."""
+        await self._idle.wait()
+
+    async def flush(self) -> Durability:
+        """Settle, and make what was stored as durable as this tier can."""
+        await self.settle()
+        return await self._loop.run_in_executor(self._changes, self.adapter.flush)
+
+    def _push(self, change: Write | Erase) -> None:
+        self.queue.append(change)
+        self._idle.clear()
+        self._wake.set()
+
+    async def _work(self) -> None:
+        while True:
+            if not self.queue:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+            if self.breaker.open:
+                await asyncio.sleep(min(0.2, self.breaker.wait_s() + 0.01))
+                continue
+            head = self.queue[0]
+            try:
+                if isinstance(head, Erase):
+                    await self._erase(head)
+                else:
+                    await self._write(self._next_batch())
+            except Exception:  # a task edge: a defect in one batch must not end the tier's work
+                log.exception("tier %s: a batch failed unexpectedly", self.name)
+                self.breaker.failed("internal")
+                await asyncio.sleep(0.1)
+            self._changed()
+
+    def _next_batch(self) -> list[tuple[Write, Identity]]:
+        """Leading writes of the queue, each identity once, values that left the arena skipped."""
+        batch: list[tuple[Write, Identity]] = []
+        seen: set[Identity] = set()
+        size = 0
+        index = self.store.index
+        while self.queue and len(batch) < BATCH_ITEMS and size < BATCH_BYTES:
+            change = self.queue[0]
+            if isinstance(change, Erase):
+                break
+            if index.keys[change.slot] is not change.key or not self.store.is_live(change.slot):
+                self.queue.popleft()
+                self._finish(change, Durability.NONE, gone=True)
+                continue
+            identity = self.store.identity_of(change.slot)
+            if identity in seen:
+                break
+            seen.add(identity)
+            batch.append((change, identity))
+            size += index.length_of[change.slot]
+            self.queue.popleft()
+        return batch
+
+    async def _write(self, batch: list[tuple[Write, Identity]]) -> None:
+        if not batch:
+            return
+        index = self.store.index
+        slots = np.array([change.slot for change, _ in batch], dtype=np.int64)
+        index.pin(slots)
+        items = []
+        for change, identity in batch:
+            data, padded = self.store.memory_of(change.slot)
+            retention = Retention(index.klass_of[change.slot])
+            items.append(Item(identity, data, retention, index.expires_of[change.slot], padded))
+        results: list[Stored] | None = None
+        try:
+            results = await self._loop.run_in_executor(self._changes, self.adapter.store, items)
+            self.breaker.succeeded()
+        except AdapterFull as error:
+            log.warning("tier %s is full: %s", self.name, error.message)
+            results = [Stored(False, "full")] * len(batch)
+        except AdapterError as error:
+            self._failed(error.message)
+        except Exception as error:  # a thread edge: whatever an adapter raises counts against its breaker
+            log.exception("tier %s: store failed unexpectedly", self.name)
+            self._failed(repr(error))
+        finally:
+            del items
+            self.store.unpin(slots)
+        if results is None:
+            # Not written: it stays queued, in order, and dirty.
+            self.queue.extendleft(change for change, _ in reversed(batch))
+            return
+        if any(not result.ok and result.reason == "io_error" for result in results):
+            self._failed("io_error")
+        for (change, _), result in zip(batch, results, strict=True):
+            self._finish(change, result.durability if result.ok else Durability.NONE)
+
+    def _finish(self, change: Write, durability: Durability, *, gone: bool = False) -> None:
+        index = self.store.index
+        if (not gone or index.keys[change.slot] is change.key) and index.dirty_of[change.slot]:
+            index.dirty_of[change.slot] -= 1
+        index.stir()
+        for receipt in change.receipts:
+            receipt.note(durability)
+
+    async def _erase(self, head: Erase) -> None:
+        try:
+            await self._loop.run_in_executor(self._changes, self.adapter.delete, head.identities)
+            self.breaker.succeeded()
+        except AdapterError as error:
+            self._failed(error.message)
+            return
+        self.queue.popleft()
+        for identity in head.identities:
+            left = self.doomed[identity] - 1
+            if left:
+                self.doomed[identity] = left
+            else:
+                del self.doomed[identity]
+        head.receipt.note(Durability.NONE)
+
+    def _failed(self, reason: str) -> None:
+        before = self.breaker.tripped
+        self.breaker.failed(reason)
+        if self.breaker.tripped and not before:
+            log.warning("tier %s does not work (%s): left alone, probed every %.0f s at most", self.name, reason, PAUSE_MAX_S)
+        self._changed()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def has(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        """What the tier holds, for adapters with a local index; nothing while its breaker is open."""
+        if self.breaker.open or not self.adapter.capabilities.local_index:
+            return [None] * len(identities)
+        found = self.adapter.lookup(identities)
+        if self.doomed:
+            return [None if identity in self.doomed else hit for identity, hit in zip(identities, found, strict=True)]
+        return found
+
+    async def load(self, wants: list[Want]) -> list[Loaded]:
+        """Fill the buffers; they are not touched any more when this returns. Never raises."""
+        try:
+            results = await self._loop.run_in_executor(self._loads, self.adapter.load, wants)
+        except AdapterError as error:
+            self._failed(error.message)
+            return [Loaded.ERROR] * len(wants)
+        except Exception as error:  # a thread edge: whatever an adapter raises counts against its breaker
+            log.exception("tier %s: load failed unexpectedly", self.name)
+            self._failed(repr(error))
+            return [Loaded.ERROR] * len(wants)
+        if Loaded.ERROR in results:
+            self._failed("io_error")
+        elif self.breaker.failures:
+            self.breaker.succeeded()
+        return results
+
+    async def call(self, function: Callable[..., T], *args: object) -> T:
+        """Run one of the adapter's other methods on its load threads."""
+        return await self._loop.run_in_executor(self._loads, function, *args)
+
+
+__all__ = ["ABSENT", "Breaker", "Receipt", "Tier"]

@@ -1,0 +1,324 @@
+"""The ordered list of tiers below the arena: what goes down, what comes up.
+
+Down: the store tells of every new value (`stored`); those of class short and long are queued at each tier. Up: `fetch`
+finds out which tier has what the arena lacks, makes room, loads, and admits the values, each pinned for who asked, so
+that a later promotion cannot evict an earlier one of the same request. Two requests for one key share one load.
+
+Two orders matter for I1 and are kept here: a delete dooms its identity at once, before any thread has heard of it, and
+voids loads of it that are under way; and a value that is evicted before it reached its tier dooms what the tier may still
+hold under that key from an earlier put.
+
+Nothing here waits for a tier on behalf of a key that is in RAM (I5).
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvd.store.identity import NAMESPACE_BYTES, Identity
+from kvd.store.retention import Retention
+from kvd.store.store import ABSENT, Store
+from kvd.tiers.adapters.base import Adapter, Durability, Hit, Loaded, Want
+from kvd.tiers.tier import Receipt, Tier
+
+log = logging.getLogger("kvd.tiers")
+
+LOAD_ITEMS = 32
+LOAD_BYTES = 16 << 20
+"""One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load under way; `void` once its key was deleted: what it brings must not become visible."""
+
+    done: "asyncio.Future[int]"
+    void: bool = False
+
+
+@dataclass(slots=True)
+class Fetch:
+    """What one request asked the tiers for. `slots` are pinned for it until `Tiering.let_go`."""
+
+    slots: dict[bytes, int] = field(default_factory=dict)
+    no_room: bytes | None = None
+    """The first key there was no room for."""
+    tasks: "list[asyncio.Future[int]]" = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    ended: bool = False
+
+
+class Tiering:
+    """All tiers of one daemon."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.tiers: list[Tier] = []
+        self._loading: dict[Identity, Loading] = {}
+        self._room = asyncio.Event()
+        self._receipt: Receipt | None = None
+        store.listener.stored = self._stored
+        store.listener.removed = self._removed
+
+    async def open(self, adapters: Iterable[Adapter]) -> None:
+        """Open all adapters, in order. Raises what the first one that fails raises."""
+        for adapter in adapters:
+            tier = Tier(adapter, self.store, changed=self._progress)
+            self.tiers.append(tier)
+            await tier.open()
+
+    async def close(self, deadline_s: float) -> None:
+        """Close all tiers, each within the deadline."""
+        await asyncio.gather(*(tier.close(deadline_s) for tier in self.tiers))
+
+    # ---- down --------------------------------------------------------------------------------------------------------
+
+    def collect(self, count: int) -> Receipt | None:
+        """A receipt for the `count` values stored until `collected`; None when there is no tier to wait for."""
+        if not self.tiers:
+            return None
+        self._receipt = Receipt(count * len(self.tiers), asyncio.get_running_loop())
+        return self._receipt
+
+    def collected(self, not_stored: int) -> None:
+        """The puts of a `collect` are done, so many of them without storing anything for tiers."""
+        receipt, self._receipt = self._receipt, None
+        if receipt is not None:
+            for _ in range(not_stored * len(self.tiers)):
+                receipt.note(Durability.NONE)
+
+    def _stored(self, slot: int, replaced: bool) -> None:
+        store = self.store
+        if store.index.klass_of[slot] >= Retention.SHORT:
+            for tier in self.tiers:
+                tier.write(slot, self._receipt)
+        else:
+            if self.tiers:
+                self._doom([store.identity_of(slot)])
+            if self._receipt is not None:
+                for _ in self.tiers:
+                    self._receipt.note(Durability.NONE)
+        if self._loading and (loading := self._loading.get(store.identity_of(slot))):
+            loading.void = True
+
+    def _removed(self, slot: int) -> None:
+        """Called before a value is hidden. One that is still on its way must not arrive after all, and what a tier holds
+
+        under its key from an earlier put is out of date: the erase is queued behind the write that may be under way.
+        """
+        if self.store.index.dirty_of[slot]:
+            for tier in self.tiers:
+                tier.erase([self.store.identity_of(slot)])
+
+    def _doom(self, identities: list[Identity]) -> None:
+        for tier in self.tiers:
+            if tier.adapter.capabilities.local_index:
+                held = [i for i, hit in zip(identities, tier.adapter.lookup(identities), strict=True) if hit]
+                if held:
+                    tier.erase(held)
+            else:
+                tier.erase(identities)
+
+    def _progress(self) -> None:
+        self.store.evict_dirty = any(tier.breaker.tripped for tier in self.tiers)
+        self._room.set()
+
+    def pending(self) -> bool:
+        """Whether values are on their way to a tier that works: room may come of it."""
+        return any(tier.busy and not tier.breaker.tripped for tier in self.tiers)
+
+    async def wait_for_room(self, deadline_s: float) -> bool:
+        """Wait for a tier to have taken something; False at the deadline (event-loop time)."""
+        self._room.clear()
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._room.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def flush(self) -> Durability:
+        """Everything stored so far is in every tier that takes it; the weakest durability reached."""
+        if not self.tiers:
+            return Durability.NONE
+        return min(await asyncio.gather(*(tier.flush() for tier in self.tiers)))
+
+    async def delete(self, identities: list[Identity], timeout_s: float = 5.0) -> int:
+        """Forget these in every tier; returns how many identities some tier held.
+
+        Look-ups miss them at once. A tier that is out of order gets its deletes when it is back: no wait for that.
+        """
+        held: set[Identity] = set()
+        receipts = []
+        for tier in self.tiers:
+            found = [i for i, hit in zip(identities, tier.has(identities), strict=True) if hit]
+            held.update(found)
+            if not tier.adapter.capabilities.local_index:
+                found = identities
+            if found:
+                receipts.append(tier.erase(found).done)
+        for identity in identities:
+            if loading := self._loading.get(identity):
+                loading.void = True
+        if receipts:
+            await asyncio.wait(receipts, timeout=timeout_s)
+        return len(held)
+
+    async def clear(self, namespace: bytes | None) -> int:
+        """Forget everything (of one namespace) in every tier that can list what it holds."""
+        total = 0
+        for loading_id, loading in self._loading.items():
+            if namespace is None or loading_id[:NAMESPACE_BYTES] == namespace:
+                loading.void = True
+        for tier in self.tiers:
+            if not tier.adapter.capabilities.enumerate:
+                continue
+            held = await tier.call(_held, tier.adapter)
+            if namespace is not None:
+                held = [i for i in held if i[:NAMESPACE_BYTES] == namespace]
+            total += len(held)
+            for start in range(0, len(held), 4096):
+                await tier.erase(held[start : start + 4096]).done
+        return total
+
+    # ---- up ----------------------------------------------------------------------------------------------------------
+
+    def has(self, identities: Sequence[Identity]) -> list[bool]:
+        """Whether some tier with a local index holds each."""
+        found = [False] * len(identities)
+        for tier in self.tiers:
+            for i, hit in enumerate(tier.has(identities)):
+                found[i] = found[i] or hit is not None
+        return found
+
+    def fetch(self, namespace: bytes, keys: list[bytes]) -> Fetch | None:
+        """Start loading what tiers hold of these keys (which the arena lacks); None when none of them holds any.
+
+        The answer's tasks complete one by one; slots appear in it pinned. Stops at the first key there is no room for.
+        """
+        if not self.tiers:
+            return None
+        identities = [namespace + key for key in keys]
+        where = self._locate(identities)
+        if not where:
+            return None
+        fetch = Fetch()
+        batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
+        for i, (key, identity) in enumerate(zip(keys, identities, strict=True)):
+            if i not in where:
+                continue
+            under_way = self._loading.get(identity)
+            if under_way is not None and not under_way.void:
+                self._join(fetch, key, under_way)
+                continue
+            number, hit = where[i]
+            batches.setdefault(number, []).append((key, identity, hit))
+        for number, rows in batches.items():
+            if not self._start(fetch, self.tiers[number], namespace, rows):
+                break
+        return fetch
+
+    def _locate(self, identities: list[Identity]) -> dict[int, tuple[int, Hit]]:
+        """Position -> (number of the first tier that has it, what it knows of it)."""
+        where: dict[int, tuple[int, Hit]] = {}
+        left = list(range(len(identities)))
+        for number, tier in enumerate(self.tiers):
+            if not left:
+                break
+            found = tier.has([identities[i] for i in left])
+            for i, hit in zip(left, found, strict=True):
+                if hit is not None:
+                    where[i] = (number, hit)
+            left = [i for i in left if i not in where]
+        return where
+
+    def _start(self, fetch: Fetch, tier: Tier, namespace: bytes, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
+        """Make room and hand shares to threads, in key order; False when room ran out."""
+        share: list[tuple[bytes, Identity, Hit, int]] = []
+        size = 0
+        for key, identity, hit in rows:
+            offset = self.store.make_room(hit.length)
+            if offset is None:
+                fetch.no_room = key
+                break
+            share.append((key, identity, hit, offset))
+            size += hit.length
+            if len(share) >= LOAD_ITEMS or size >= LOAD_BYTES:
+                self._spawn(fetch, tier, namespace, share)
+                share, size = [], 0
+        if share:
+            self._spawn(fetch, tier, namespace, share)
+        return fetch.no_room is None
+
+    def _spawn(self, fetch: Fetch, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]]) -> None:
+        loop = asyncio.get_running_loop()
+        entries = []
+        for key, identity, _, _ in share:
+            loading = self._loading[identity] = Loading(loop.create_future())
+            entries.append(loading)
+            self._join(fetch, key, loading)
+        task = loop.create_task(self._load(tier, namespace, share, entries))
+        task.add_done_callback(_log_failure)
+
+    def _join(self, fetch: Fetch, key: bytes, loading: Loading) -> None:
+        """When that load is done, pin what it brought for this fetch."""
+        fetch.keys.append(key)
+        fetch.tasks.append(loading.done)
+
+        def arrived(done: "asyncio.Future[int]") -> None:
+            slot = done.result()
+            if slot and not fetch.ended:
+                self.store.index.pin(np.array([slot], dtype=np.int64))
+                fetch.slots[key] = slot
+
+        loading.done.add_done_callback(arrived)
+
+    async def _load(
+        self, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]], entries: list[Loading]
+    ) -> None:
+        store = self.store
+        wants = [Want(i, store.arena.slice(o, hit.length), store.arena.padded(o, hit.length)) for _, i, hit, o in share]
+        results = await tier.load(wants)
+        del wants
+        for (key, identity, hit, offset), loading, result in zip(share, entries, results, strict=True):
+            slot = ABSENT
+            if result is Loaded.OK and not loading.void:
+                store.arena.zero_slack(offset, hit.length)
+                slot = store.admit(namespace, key, offset, hit.length, hit.retention, hit.expires_ns)
+            else:
+                store.give_back(offset, hit.length)
+            if self._loading.get(identity) is loading:
+                del self._loading[identity]
+            # A pin for the moment between here and the callbacks that pin it for each who asked.
+            pin = np.array([slot] if slot else [], dtype=np.int64)
+            store.index.pin(pin)
+            loading.done.set_result(slot)
+            asyncio.get_running_loop().call_soon(store.unpin, pin)
+
+    async def wait(self, fetch: Fetch, deadline_s: float) -> None:
+        """Wait until all of a fetch has arrived (or not), or the deadline (event-loop time)."""
+        left = [task for task in fetch.tasks if not task.done()]
+        if left:
+            timeout = deadline_s - asyncio.get_running_loop().time()
+            if timeout > 0:
+                await asyncio.wait(left, timeout=timeout)
+        await asyncio.sleep(0)  # let the callbacks of what is done run: they pin
+
+    def let_go(self, fetch: Fetch) -> None:
+        """Take the fetch's pins off; what arrives later is not pinned for it."""
+        fetch.ended = True
+        if fetch.slots:
+            self.store.unpin(np.array(list(fetch.slots.values()), dtype=np.int64))
+            fetch.slots.clear()
+
+
+def _held(adapter: Adapter) -> list[Identity]:
+    return [identity for identity, _ in adapter.enumerate()]
+
+
+def _log_failure(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a promotion failed unexpectedly", exc_info=task.exception())

@@ -1,0 +1,490 @@
+"""Client: synchronous, thread-safe, reconnects. AsyncClient: the same for asyncio.
+
+Values move through the arena, not through the socket: `put` copies into an extent that the daemon lent, `get` copies out
+of a pinned one; values up to 4 KiB travel in the frame. A put is one round trip, because the answer to each brings
+extents for the next ones of that size (bounded; given back after a second of idleness).
+
+A lost connection is found again by the next call; a call that was under way is repeated once where that is harmless
+(everything but commits into lent extents). No daemon: Unavailable at once. A wedged daemon: DeadlinePassed after
+`timeout_s`. Wrong bytes: never; a lease that ended while its bytes were being copied is read again, or a miss.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from kvd.errors import Disconnected, Draining, LeaseLost, NoRoom
+from kvd.store.extents import pages_of
+from kvd.store.identity import check_key, namespace_of
+from kvd.store.retention import Retention, expiry_ns
+from kvd.wire import protocol as p
+from kvd.wire.connection import Connection, default_socket
+from kvd.wire.leases import ReadLease, WriteLease
+from kvd.wire.mapping import flat
+
+T = TypeVar("T")
+Buffer = object
+"""Anything with the buffer protocol."""
+
+WINDOW_BYTES = 64 << 20
+WINDOW_ITEMS = 4096
+INLINE_FRAME = 1 << 20
+IDLE_S = 1.0
+DURABILITY = ("none", "group", "fsync")
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of a put: truthy when stored. `reason` says why not; `durability` what it survives (none|group|fsync)."""
+
+    stored: bool
+    reason: str = ""
+    durability: str = "none"
+
+    def __bool__(self) -> bool:
+        return self.stored
+
+
+_STORED = PutResult(True)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixResult:
+    """Leading keys present in all namespaces, and the token that pins them (None when not asked or nothing found)."""
+
+    length: int
+    token: bytes | None = None
+
+
+class _Ahead:
+    """Extents lent ahead on one connection, by pages."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.extents: dict[int, list[tuple[int, int, float]]] = {}  # pages -> [(serial, offset, good until)]
+        self.used_s = 0.0
+        self.timer: threading.Timer | None = None
+
+    def take(self, pages: int, now: float) -> tuple[int, int] | None:
+        with self.lock:
+            self.used_s = now
+            ready = self.extents.get(pages)
+            while ready:
+                serial, offset, until = ready.pop()
+                if now < until:
+                    return serial, offset
+            return None
+
+    def put(self, sizes: Sequence[int], answer: p.Committed, until: float) -> None:
+        with self.lock:
+            for size, serial, offset in zip(sizes, answer.serials, answer.offsets, strict=False):
+                self.extents.setdefault(pages_of(size), []).append((serial, offset, until))
+
+    def give_back(self) -> list[int]:
+        with self.lock:
+            serials = [serial for ready in self.extents.values() for serial, _, _ in ready]
+            self.extents.clear()
+            return serials
+
+
+class Client:
+    """A client of one daemon. `socket` defaults to $KVD_SOCKET, then to where `kvd serve` listens.
+
+    `namespace` is what keys belong to unless a call names another: a str is the SHA-256 of its UTF-8, bytes must be 32.
+    Nothing is connected before the first call. Raises ValueError for keys that are not 32 bytes.
+    """
+
+    def __init__(
+        self, socket: str | os.PathLike[str] | None = None, *, namespace: str | bytes = "default", timeout_s: float = 5.0
+    ) -> None:
+        self.path = Path(socket) if socket is not None else default_socket()
+        self.namespace = namespace_of(namespace)
+        self.timeout_s = timeout_s
+        self._link: Connection | None = None
+        self._ahead = _Ahead()
+        self._connecting = threading.Lock()
+
+    # ---- connection --------------------------------------------------------------------------------------------------
+
+    def connect(self) -> Connection:
+        """The connection, made anew where the last one is gone (or belongs to the parent of a fork)."""
+        link = self._link
+        if link is not None and not link.closed and link.pid == os.getpid():
+            return link
+        with self._connecting:
+            link = self._link
+            if link is None or link.closed or link.pid != os.getpid():
+                self._ahead = _Ahead()
+                link = self._link = Connection(self.path, timeout_s=self.timeout_s)
+            return link
+
+    def _writer(self) -> Connection:
+        link = self.connect()
+        if link.mapping.write_view is None:
+            with self._connecting:
+                if link.mapping.write_view is None:
+                    link.allow_writing()
+        return link
+
+    def _again(self, work: Callable[[Connection], T], connect: Callable[[], Connection] | None = None) -> T:
+        """Run `work` on the connection; once more on a new one when that was lost."""
+        connect = connect or self.connect
+        try:
+            return work(connect())
+        except Disconnected:
+            return work(connect())
+
+    def close(self) -> None:
+        """Hang up: leases end, extents lent ahead go back. The next call connects anew."""
+        timer = self._ahead.timer
+        if timer is not None:
+            timer.cancel()
+        link, self._link = self._link, None
+        if link is not None:
+            if serials := self._ahead.give_back():
+                link.tell(p.Abort(0, serials))
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _space(self, namespace: str | bytes | None) -> bytes:
+        return self.namespace if namespace is None else namespace_of(namespace)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: bytes,
+        data: Buffer,
+        *,
+        retention: str = "long",
+        ttl_s: float | None = None,
+        wait: str = "",
+        namespace: str | bytes | None = None,
+    ) -> PutResult:
+        """Store one value. `wait="tier"` answers when the tiers have it, with the weakest durability reached."""
+        return self.put_many([(key, data)], retention=retention, ttl_s=ttl_s, wait=wait, namespace=namespace)[0]
+
+    def put_many(
+        self,
+        items: Sequence[tuple[bytes, Buffer]],
+        *,
+        retention: str = "long",
+        ttl_s: float | None = None,
+        wait: str = "",
+        namespace: str | bytes | None = None,
+    ) -> list[PutResult]:
+        """Store values; one result each, in order."""
+        klass = Retention.of(retention)
+        space = self._space(namespace)
+        views = [flat(data) for _, data in items]
+        for key, _ in items:
+            check_key(key)
+        results: list[PutResult | None] = [None] * len(items)
+        expires = expiry_ns(ttl_s)
+        wait_ms = self._wait_ms(wait)
+        small = [i for i, view in enumerate(views) if len(view) <= p.INLINE_BYTES]
+        for batch in _split(small, views, INLINE_FRAME):
+            request = p.PutInline(0, space, [items[i][0] for i in batch], [bytes(views[i]) for i in batch], klass, expires, wait_ms)
+            answer = self._again(lambda link, r=request: link.call(r, p.Committed, self._patience(wait_ms)), self._writer)  # type: ignore[misc]
+            _fill(results, batch, answer)
+        large = [i for i, view in enumerate(views) if len(view) > p.INLINE_BYTES]
+        if large:
+            self._put_large(large, items, views, results, (space, klass, expires, wait_ms))
+        return [result or PutResult(False, "lease_lost") for result in results]
+
+    def _put_large(
+        self,
+        order: list[int],
+        items: Sequence[tuple[bytes, Buffer]],
+        views: list[memoryview],
+        results: list[PutResult | None],
+        how: tuple[bytes, int, int, int],
+    ) -> None:
+        link = self._writer()
+        limit = link.welcome.arena_bytes
+        for i in order:
+            if len(views[i]) > limit:
+                results[i] = PutResult(False, "too_large")
+        left = [i for i in order if results[i] is None]
+        window = min(WINDOW_BYTES, max(1 << 20, limit // 4))
+        for batch in _split(left, views, window):
+            tries = 0
+            while batch:
+                try:
+                    batch = self._put_window(batch, items, views, results, how)
+                except (NoRoom, Draining) as error:
+                    reason = error.args[-1] if len(error.args) > 1 else "no_room"
+                    for i in batch:
+                        results[i] = PutResult(False, str(reason))
+                    break
+                except Disconnected:
+                    tries += 1
+                    if tries > 1:
+                        raise
+                    batch = [i for i in batch if results[i] is None]
+
+    def _put_window(
+        self,
+        batch: list[int],
+        items: Sequence[tuple[bytes, Buffer]],
+        views: list[memoryview],
+        results: list[PutResult | None],
+        how: tuple[bytes, int, int, int],
+    ) -> list[int]:
+        """Copy and commit as many of the batch as get room; returns those that are left."""
+        space, klass, expires, wait_ms = how
+        link = self._writer()
+        now = time.monotonic()
+        extents = [self._ahead.take(pages_of(len(views[i])), now) for i in batch]
+        lacking = [n for n, extent in enumerate(extents) if extent is None]
+        if lacking:
+            request = p.Reserve(0, [len(views[batch[n]]) for n in lacking], int(self.timeout_s * 900))
+            lent = link.call(request, p.Lent)
+            for n, serial, offset in zip(lacking, lent.serials, lent.offsets, strict=False):
+                extents[n] = (serial, offset)
+        ready = [(i, extent) for i, extent in zip(batch, extents, strict=True) if extent is not None]
+        for i, (_, offset) in ready:
+            link.mapping.copy_in(offset, views[i])
+        sizes = [len(views[i]) for i, _ in ready]
+        commit = p.Commit(
+            0, space, [e[0] for _, e in ready], sizes, [items[i][0] for i, _ in ready], klass, expires, wait_ms, sizes
+        )
+        asked = time.monotonic()
+        answer = link.call(commit, p.Committed, self._patience(wait_ms))
+        if answer.serials:
+            self._ahead.put(sizes, answer, asked + link.welcome.lease_s / 2)
+            self._watch_idle(link)
+        _fill(results, [i for i, _ in ready], answer)
+        for i, _ in ready:
+            result = results[i]
+            if result is not None and result.reason == "lease_lost":
+                results[i] = None  # the copy took longer than the lease: once more, from the start
+        done = {i for i, _ in ready if results[i] is not None}
+        return [i for i in batch if i not in done]
+
+    def _watch_idle(self, link: Connection) -> None:
+        ahead = self._ahead
+        if ahead.timer is None:
+            ahead.timer = threading.Timer(IDLE_S, self._idle, (link, ahead))
+            ahead.timer.daemon = True
+            ahead.timer.start()
+
+    def _idle(self, link: Connection, ahead: _Ahead) -> None:
+        ahead.timer = None
+        if time.monotonic() - ahead.used_s < IDLE_S:
+            self._watch_idle(link)
+        elif (serials := ahead.give_back()) and not link.closed:
+            link.tell(p.Abort(0, serials))
+
+    def write(self, sizes: Sequence[int], *, timeout_s: float | None = None) -> WriteLease:
+        """Room for these sizes, all of it. Raises NoRoom (too large, arena full of pinned or unwritten values)."""
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+
+        def reserve(link: Connection) -> WriteLease:
+            lent = link.call(p.Reserve(0, list(sizes), int(timeout * 900), partial=False), p.Lent, timeout)
+            return WriteLease(self, link, sizes, lent.serials, lent.offsets)
+
+        return self._again(reserve, self._writer)
+
+    def _commit(
+        self,
+        link: Connection,
+        serials: list[int],
+        sizes: list[int],
+        keys: Sequence[bytes],
+        retention: str,
+        ttl_s: float | None,
+        wait: str,
+        namespace: str | bytes | None,
+    ) -> list[PutResult]:
+        for key in keys:
+            check_key(key)
+        wait_ms = self._wait_ms(wait)
+        klass = Retention.of(retention)
+        request = p.Commit(0, self._space(namespace), serials, sizes, list(keys), klass, expiry_ns(ttl_s), wait_ms)
+        results: list[PutResult | None] = [None] * len(keys)
+        try:
+            _fill(results, range(len(keys)), link.call(request, p.Committed, self._patience(wait_ms)))
+        except Disconnected:
+            return [PutResult(False, "lease_lost")] * len(keys)
+        except Draining:
+            return [PutResult(False, "draining")] * len(keys)
+        return [result or PutResult(False, "lease_lost") for result in results]
+
+    def _wait_ms(self, wait: str) -> int:
+        if wait not in ("", "tier"):
+            raise ValueError(f"unknown wait {wait!r}: 'tier', or nothing")
+        return int(self.timeout_s * 1000) if wait else 0
+
+    def _patience(self, wait_ms: int) -> float:
+        return self.timeout_s + wait_ms / 1000
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes, *, namespace: str | bytes | None = None) -> bytes | None:
+        """A copy of the value, or None."""
+        return self.get_many([key], namespace=namespace)[0]
+
+    def get_many(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bytes | None]:
+        """Copies of the values, None where there is none; in windows, so that the arena's size does not matter."""
+        return self._collect(keys, namespace, None)
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer], *, namespace: str | bytes | None = None
+    ) -> list[int | None]:
+        """Copy each value into its buffer; its length, or None where there is none or it is longer than the buffer."""
+        targets = [flat(buffer) for buffer in buffers]
+        if len(targets) != len(keys):
+            raise ValueError(f"{len(targets)} buffers for {len(keys)} keys")
+        lengths: list[int | None] = [None] * len(keys)
+        self._collect(keys, namespace, (targets, lengths))
+        return lengths
+
+    def _collect(
+        self, keys: Sequence[bytes], namespace: str | bytes | None, into: tuple[list[memoryview], list[int | None]] | None
+    ) -> list[bytes | None]:
+        for key in keys:
+            check_key(key)
+        space = self._space(namespace)
+        values: list[bytes | None] = []
+        at, tries = 0, 0
+        while at < len(keys):
+            part = list(keys[at : at + WINDOW_ITEMS])
+            try:
+                got = self._again(lambda link, k=part, a=at: self._copy_window(link, space, k, a, into))  # type: ignore[misc]
+            except LeaseLost:
+                tries += 1
+                if tries > 1:
+                    raise
+                continue
+            values += got
+            at += len(got)
+        return values
+
+    def _copy_window(
+        self,
+        link: Connection,
+        space: bytes,
+        keys: list[bytes],
+        at: int,
+        into: tuple[list[memoryview], list[int | None]] | None,
+    ) -> list[bytes | None]:
+        lease = self._lease(link, space, keys, inline=p.INLINE_BYTES)
+        with lease:
+            if into is None:
+                copy = link.mapping.copy_out
+                return [
+                    None if view is None else view.obj if isinstance(view.obj, bytes) else copy(offset, length)
+                    for view, offset, length in zip(lease.views, lease.offsets, lease.lengths, strict=False)
+                ]
+            import numpy as np
+
+            targets, lengths = into
+            for n, view in enumerate(lease.views[: lease.served], at):
+                if view is not None and len(view) <= len(targets[n]):
+                    np.copyto(np.frombuffer(targets[n], dtype=np.uint8)[: len(view)], np.frombuffer(view, dtype=np.uint8))
+                    lengths[n] = len(view)
+            return [None] * lease.served
+
+    def _lease(
+        self, link: Connection, space: bytes, keys: list[bytes], *, inline: int = 0, timeout_s: float | None = None
+    ) -> ReadLease:
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        asked = time.monotonic()
+        answer = link.call(p.Lease(0, space, keys, int(timeout * 900), inline), p.Leased, timeout)
+        return ReadLease(link, asked, len(keys), answer)
+
+    def read(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None, timeout_s: float | None = None) -> ReadLease:
+        """Pin values and look at them in place. Waits up to `timeout_s` for tiers; what has not come by then is None."""
+        space = self._space(namespace)
+        wanted = [check_key(key) for key in keys]
+        return self._again(lambda link: self._lease(link, space, wanted, timeout_s=timeout_s))
+
+    def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bool]:
+        """Which keys are there, in the arena or a tier that can tell. Counts neither hit nor miss."""
+        space = self._space(namespace)
+        request_keys = list(keys)
+        flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys), p.Flags)).flags
+        return list(map(bool, flags))
+
+    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[str | bytes] | None = None, pin_s: float = 0.0) -> PrefixResult:
+        """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given."""
+        spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
+        request = p.Prefix(0, spaces, list(keys), int(pin_s * 1000))
+        found = self._again(lambda link: link.call(request, p.PrefixFound))
+        return PrefixResult(found.length, found.token or None)
+
+    def claim(self, token: bytes, *, namespace: str | bytes | None = None, timeout_s: float | None = None) -> ReadLease:
+        """Take over what `prefix` pinned, one namespace of it, on this connection. Raises LeaseLost when it has ended."""
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        link = self.connect()
+        asked = time.monotonic()
+        answer = link.call(p.Claim(0, token, self._space(namespace), int(timeout * 900)), p.Leased, timeout)
+        return ReadLease(link, asked, len(answer.offsets) // 8, answer)
+
+    # ---- the rest ----------------------------------------------------------------------------------------------------
+
+    def prefetch(self, keys: Sequence[bytes], *, deadline_s: float = 30.0, namespace: str | bytes | None = None) -> int:
+        """Bring values up from tiers; how many had arrived by the deadline."""
+        request = p.Prefetch(0, self._space(namespace), list(keys), int(deadline_s * 1000))
+        return self._again(lambda link: link.call(request, p.Count, deadline_s + self.timeout_s)).count
+
+    def flush(self, keys: Sequence[bytes] | None = None, *, timeout_s: float | None = None) -> str:
+        """Wait until what was put has reached the tiers; the weakest durability there: none, group or fsync."""
+        timeout = self.timeout_s if timeout_s is None else timeout_s
+        request = p.Flush(0, self.namespace, list(keys or ()), int(timeout * 1000))
+        return DURABILITY[self._again(lambda link: link.call(request, p.Done, timeout + 1)).durability]
+
+    def delete(self, keys: Sequence[bytes], *, arena_only: bool = False, namespace: str | bytes | None = None) -> int:
+        """Forget values everywhere (or in the arena only); how many there were."""
+        request = p.Delete(0, self._space(namespace), list(keys), arena_only)
+        return self._again(lambda link: link.call(request, p.Count, self.timeout_s + 5)).count
+
+    def clear(self, *, arena_only: bool = False, all_namespaces: bool = False, namespace: str | bytes | None = None) -> int:
+        """Forget everything of the namespace (or of all); how many values there were."""
+        request = p.Clear(0, b"" if all_namespaces else self._space(namespace), arena_only)
+        return self._again(lambda link: link.call(request, p.Count, self.timeout_s + 60)).count
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's counters and gauges now, as `kvd stats --json` shows them."""
+        return self._again(lambda link: link.call(p.Stats(0), p.Info)).info
+
+    def ping(self) -> float:
+        """Seconds of one empty round trip."""
+        link = self.connect()
+        start = time.perf_counter()
+        link.call(p.Ping(0), p.Done)
+        return time.perf_counter() - start
+
+
+def _split(order: Sequence[int], views: Sequence[memoryview], limit: int) -> list[list[int]]:
+    """`order` in runs of at most `limit` bytes and WINDOW_ITEMS items, at least one item each."""
+    batches: list[list[int]] = []
+    size = 0
+    for i in order:
+        length = len(views[i])
+        if not batches or (size + length > limit and batches[-1]) or len(batches[-1]) >= WINDOW_ITEMS:
+            batches.append([])
+            size = 0
+        batches[-1].append(i)
+        size += length
+    return batches
+
+
+def _fill(results: list[PutResult | None], batch: Sequence[int], answer: p.Committed) -> None:
+    stored = _STORED if not answer.durability else PutResult(True, "", DURABILITY[answer.durability])
+    if not answer.reasons:
+        for i in batch:
+            results[i] = stored
+        return
+    for i, reason in zip(batch, answer.reasons, strict=True):
+        results[i] = PutResult(False, reason) if reason else stored
