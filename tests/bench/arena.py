@@ -53,6 +53,7 @@ def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
         def get(keys: list[bytes] = keys, places: list[Any] = places) -> None:
             with client.read(keys) as lease:
                 for view, place in zip(lease.views, places, strict=True):
+                    assert view is not None, "what was just stored is there"
                     np.copyto(place, np.frombuffer(view, np.uint8))
 
         for name, job in (("put", put), ("get", get)):

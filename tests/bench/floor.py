@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -74,8 +74,7 @@ def serve(path: str) -> None:
 
     class Connection(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.Transport)
-            self.transport = transport
+            self.transport = cast("asyncio.Transport", transport)
             self.pending = b""
 
         def data_received(self, data: bytes) -> None:
