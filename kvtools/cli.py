@@ -10,7 +10,6 @@ error into a line on stderr and an exit status:
 Each app is made by `new_app`, so that --help, --version, --debug and the plain style are the same everywhere.
 """
 
-import difflib
 import importlib
 import os
 import re
@@ -222,6 +221,8 @@ def _explain(error: UsageError) -> tuple[str, str]:
 
 
 def _did_you_mean(typed: str, known: Sequence[str]) -> str:
+    import difflib  # 6 ms that only a slip of the pen has to pay
+
     near = difflib.get_close_matches(typed, known, n=1)
     return f"did you mean {near[0]}?" if near else ""
 

@@ -4,7 +4,7 @@ The minimum of many runs: that is what the work costs, the rest is the machine's
 installation's are.
 """
 
-import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ def cpu_seconds(command: Sequence[str], runs: int = 7) -> float:
     """The least user and system time that `command` took."""
     best = float("inf")
     for _ in range(runs):
-        before = os.times()
-        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
-        after = os.times()
-        best = min(best, after.children_user - before.children_user + after.children_system - before.children_system)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     return best
 
 

@@ -28,7 +28,7 @@ FORBIDDEN = tuple(
         ("find", "-links"),
         ("/wo", "rk/"),
         ("/opt/", "wheels"),
-        ("/root", "/"),
+        ("/root/", ".pyenv"),
     )
 )
 """Hosts of registries and paths of one machine: an installation says where packages come from, the project does not."""
