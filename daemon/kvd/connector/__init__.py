@@ -1,0 +1,32 @@
+"""The vLLM connector: warm prefixes from the daemon, for every engine on the host.
+
+    --kv-transfer-config '{"kv_connector":"KvdConnector","kv_role":"kv_both","kv_connector_module_path":"kvd.connector"}'
+
+    connector     KvdConnector: what vLLM calls; thin, and no exception leaves it
+    scheduler     in the engine's scheduler: look up, plan loads and saves
+    worker        in each worker: move the bytes
+    plan          what the scheduler tells the workers, and what they report back
+    keys          which tokens make a chunk, and its 32-byte key
+    groups        cache groups: which blocks of a chunk are stored (sliding windows keep only their tail)
+    layout        where the bytes of a block lie, whatever the engine's KV layout
+    mover         the copies
+    fingerprint   what must match for bytes to be reusable: the namespace
+    link          one connection to the daemon that never makes the engine wait twice
+    settings      every KVD_* variable
+    metrics       counters, and how they reach vLLM's own metrics
+
+Importing this package costs nothing and touches nothing: the front end, the scheduler and every worker import it afresh.
+The class is resolved when asked for, since only then is vLLM sure to be there.
+"""
+
+from typing import Any
+
+__all__ = ["KvdConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KvdConnector":
+        from kvd.connector.connector import KvdConnector
+
+        return KvdConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

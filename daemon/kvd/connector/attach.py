@@ -1,0 +1,193 @@
+"""How a worker gets hold of the engine's KV memory and of the daemon.
+
+`attach_worker` looks at the tensors the engine registered, works out where the bytes of a block lie, checks that with what
+the engine's configuration says, and gives the rank its namespaces. What cannot be addressed as whole blocks is named in
+the log, and then nothing of this engine is stored: a hit that left one layer out would be wrong, not slow.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvd.connector import fingerprint
+from kvd.connector.groups import Group, Unsupported, groups_of, unit_of
+from kvd.connector.keys import chunk_tokens
+from kvd.connector.layout import GroupLayout, View, group_layout
+from kvd.connector.link import Link
+from kvd.connector.metrics import Counters
+from kvd.connector.mover import HostMover
+from kvd.connector.plan import RankIdentity
+from kvd.connector.settings import Settings
+from kvd.connector.worker import Worker
+from kvd.wire.client import Client
+
+logger = logging.getLogger("vllm.kvd")
+
+
+class Links:
+    """The links of one process, each made when first asked for: they differ in how long a call may take."""
+
+    def __init__(self, settings: Settings, counters: Counters) -> None:
+        self._settings = settings
+        self._counters = counters
+        self._made: dict[str, Link] = {}
+
+    def lookup(self) -> Link:
+        return self._link("lookup", self._settings.lookup_timeout_s)
+
+    def save(self) -> Link:
+        return self._link("save", self._settings.save_timeout_s)
+
+    def load(self) -> Link:
+        return self._link("load", self._settings.load_timeout_s)
+
+    def close(self) -> None:
+        for link in self._made.values():
+            link.close()
+
+    def _link(self, name: str, timeout_s: float) -> Link:
+        link = self._made.get(name)
+        if link is None:
+            socket = self._settings.socket
+
+            def connect() -> Client:
+                client = Client(socket, timeout_s=timeout_s)
+                try:
+                    client.ping()
+                    if name == "save":
+                        # Maps the arena for writing now: it takes a second connection, which no step should wait for.
+                        client.write([]).abort()
+                except BaseException:
+                    client.close()
+                    raise
+                return client
+
+            link = self._made[name] = Link(name, connect, on_loss=lambda: self._counters.add("down"))
+            link.start()
+        return link
+
+
+def links(settings: Settings, counters: Counters) -> Links:
+    """The links of this process; nothing is connected before one is asked for."""
+    return Links(settings, counters)
+
+
+def attach_worker(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, Any],
+    *,
+    settings: Settings,
+    counters: Counters,
+    engine_version: str,
+    saves: bool,
+) -> tuple[RankIdentity, Worker | None]:
+    """This rank's identity for the handshake, and its worker; None where its cache cannot be stored (the identity says why)."""
+    try:
+        groups = groups_of(kv_cache_config)
+        _check_parallelism(vllm_config)
+        buffer, layouts = _layouts(groups, kv_cache_config, kv_caches)
+    except Unsupported as problem:
+        logger.warning("register_kv_caches: %s SKIPS kvd (%s)", *_split(str(problem)))
+        return RankIdentity(problem=str(problem)), None
+    replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
+    chunk = chunk_tokens(settings.chunk_tokens, unit_of(groups))
+    facts = {
+        **fingerprint.model_facts(vllm_config, engine_version),
+        **fingerprint.parallel_facts(vllm_config, replicas),
+        "chunk_tokens": str(chunk),
+        "layout": str(kv_cache_config.kv_cache_layout),
+    }
+    namespaces = tuple(
+        fingerprint.digest({**facts, **_group_facts(group, layout, kv_cache_config, kv_caches)})
+        for group, layout in zip(groups, layouts, strict=True)
+    )
+    identity = RankIdentity(namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts))
+    made = links(settings, counters)
+    # Of ranks that hold the same bytes only the first stores them.
+    first = vllm_config.parallel_config.rank % replicas == 0
+    worker = Worker(
+        namespaces,
+        HostMover(buffer, layouts),
+        save_link=made.save(),
+        load_link=made.load(),
+        saves=saves and first,
+        load_timeout_s=settings.load_timeout_s,
+        load_threads=settings.load_threads,
+        counters=counters,
+    )
+    return identity, worker
+
+
+def _split(problem: str) -> tuple[str, str]:
+    """'layer: why' as the two halves of the log line that names what is skipped."""
+    layer, colon, why = problem.partition(": ")
+    return (layer, why) if colon else ("every layer", problem)
+
+
+def _check_parallelism(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise Unsupported(f"context parallelism ({name}) spreads a block's tokens over ranks")
+
+
+def _layouts(
+    groups: tuple[Group, ...], kv_cache_config: Any, kv_caches: Mapping[str, Any]
+) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], list[GroupLayout]]:
+    """All of the cache's memory as bytes, and the layout of each group. Raises Unsupported."""
+    import torch
+
+    storage: Any = None
+    layouts = []
+    for group in groups:
+        views = {}
+        for name in kv_cache_config.kv_cache_groups[group.id].layer_names:
+            tensor = kv_caches.get(name)
+            if not isinstance(tensor, torch.Tensor):
+                raise Unsupported(f"{name}: its cache is not one tensor of blocks")
+            if tensor.device.type != "cpu":
+                raise Unsupported(f"{name}: its cache is on {tensor.device.type}")
+            if storage is None:
+                storage = tensor.untyped_storage()
+            elif tensor.untyped_storage().data_ptr() != storage.data_ptr():
+                raise Unsupported(f"{name}: it lies in a buffer of its own")
+            size = tensor.element_size()
+            views[name] = View(
+                tensor.storage_offset() * size, tuple(tensor.shape), tuple(step * size for step in tensor.stride()), size
+            )
+        _check_placement(views, kv_cache_config)
+        layouts.append(group_layout(views, kv_cache_config.num_blocks, storage.nbytes()))
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return flat.numpy(), layouts
+
+
+def _check_placement(views: Mapping[str, View], kv_cache_config: Any) -> None:
+    """The tensors and the engine's own account of where they lie must agree."""
+    for tensor in getattr(kv_cache_config, "kv_cache_tensors", ()):
+        for index, name in enumerate(getattr(tensor, "layers", ())):
+            view = views.get(name)
+            if view is None or not hasattr(tensor, "layer_stride"):
+                continue
+            ratio = view.shape[0] // kv_cache_config.num_blocks
+            said = (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
+            if said != (view.offset, view.strides[0] * ratio):
+                raise Unsupported(
+                    f"{name}: the engine says offset, stride {said}, its tensor {view.offset}, {view.strides[0] * ratio}"
+                )
+
+
+def _group_facts(group: Group, layout: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, str]:
+    spec = kv_cache_config.kv_cache_groups[group.id]
+    names = sorted(spec.layer_names, key=lambda name: (kv_caches[name].storage_offset(), name))
+    tensors = dict.fromkeys(f"{kv_caches[name].dtype} {tuple(kv_caches[name].shape[1:])}" for name in names)
+    return {
+        "group": str(group.id),
+        "layers": " ".join(names),
+        "spec": f"{type(spec.kv_cache_spec).__name__} window {group.window} local {group.local}",
+        "block_tokens": str(group.block_tokens),
+        "tensors": ", ".join(tensors),
+        "lanes": layout.shape,
+    }

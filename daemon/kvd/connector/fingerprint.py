@@ -1,0 +1,132 @@
+"""What must match for stored bytes to be reusable, and the 32-byte namespace made of it.
+
+Facts are a flat dict of words, so that a mismatch can be named field by field. The digest covers all of them:
+
+    format        version of keys, chunks and this list
+    engine        name and version: the meaning of the bytes is the engine's
+    model         its configuration as the engine reads it (overrides included)
+    weights       names, sizes and samples of the weight files; for a hub name without local files: name and revision
+    dtype, cache_dtype, quantization
+    parallel      this rank's place and the sizes of tensor and pipeline parallelism
+    group, layers, spec, block_tokens, lanes, chunk_tokens     the cache group, and the order of bytes in a chunk
+
+What the block hashes depend on (algorithm, seed) is known only to the scheduler and goes into the *salt* that the plans
+carry, together with tenants; a namespace is completed with it by `salted`.
+
+Weights are sampled, not read whole: 17 windows of 64 KiB a file tell two models apart in milliseconds; weights that differ
+only between the windows, in files of one size, are taken for equal. Whoever edits weights in place sets KVD_TENANT.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvd.connector.keys import FORMAT
+
+WINDOW_BYTES = 64 << 10
+WINDOWS = 16
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
+
+
+def digest(facts: Mapping[str, str]) -> bytes:
+    """The namespace of these facts."""
+    text = json.dumps(dict(facts), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(b"kvd namespace 1" + text.encode()).digest()
+
+
+def salted(namespace: bytes, salt: bytes) -> bytes:
+    """A namespace completed with what the scheduler knows."""
+    return hashlib.sha256(namespace + salt).digest()
+
+
+def salt_of(*, hash_algorithm: str, hash_seed: str, tenant: str) -> bytes:
+    """The scheduler's part: how block hashes are made, and whose they are."""
+    return hashlib.sha256(json.dumps(["kvd salt 1", hash_algorithm, hash_seed, tenant]).encode()).digest()
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The facts that differ, as 'name: mine / theirs' lines in a fixed order."""
+    names = sorted(set(mine) | set(theirs))
+    return [f"{name}: {mine.get(name, '-')} / {theirs.get(name, '-')}" for name in names if mine.get(name) != theirs.get(name)]
+
+
+def model_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
+    """The facts that hold for all ranks and groups of an engine."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts = {
+        "format": str(FORMAT),
+        "engine": f"vllm {engine_version}",
+        "model": _configuration(model),
+        "weights": _weights(str(model.model), getattr(model, "revision", None)),
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+    }
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    if "dummy" in load_format:
+        facts["weights"] = f"dummy {model.seed}"
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is not None:
+        # Draft layers live in the same cache: their weights decide its bytes too.
+        draft = str(getattr(speculative, "model", None) or "")
+        facts["draft"] = f"{getattr(speculative, 'method', '')} {_weights(draft, None) if draft else ''}"
+    return facts
+
+
+def _configuration(model: Any) -> str:
+    """A digest of the model's configuration as the engine reads it; where and by what it was written does not count."""
+    config = model.hf_config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "architectures_override", "use_cache"):
+        config.pop(volatile, None)
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _weights(model: str, revision: str | None) -> str:
+    folder = Path(model)
+    if folder.is_file():
+        return files_digest([folder])
+    if not folder.is_dir():
+        local = _hub_folder(model, revision)
+        if local is None:
+            return f"hub {model} {revision or ''}".strip()
+        folder = local
+    files = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    return files_digest(files) if files else f"path {model}"
+
+
+def _hub_folder(model: str, revision: str | None) -> Path | None:
+    """Where the hub client keeps this model on this host, without asking the network."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - any reason not to find it means the same here: known by its name only
+        return None
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """A digest of names, sizes and samples of these files. Raises OSError."""
+    state = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            state.update(f"{path.name}\0{size}\0".encode())
+            last = max(0, size - WINDOW_BYTES)
+            for index in range(WINDOWS + 1):
+                file.seek(last * index // WINDOWS)
+                state.update(file.read(WINDOW_BYTES))
+                if last == 0:
+                    break
+    return state.hexdigest()[:32]
+
+
+def parallel_facts(vllm_config: Any, replicas: int) -> dict[str, str]:
+    """This rank's place. Ranks that hold the same bytes (MLA under tensor parallelism) have the same facts."""
+    parallel = vllm_config.parallel_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tensor_rank, pipeline_rank = parallel.rank % tensor, parallel.rank // tensor % pipeline
+    return {"parallel": f"tp {tensor_rank // replicas}/{tensor // replicas} of {tensor} pp {pipeline_rank}/{pipeline}"}

@@ -1,0 +1,47 @@
+"""The counters in vLLM's own metrics: one `vllm:kvd_<name>` counter each, on the engine's /metrics and in get_metrics()."""
+
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvd.connector.metrics import COUNTERS, join, summary
+
+
+class KvdStats(KVConnectorStats):
+    """The growth of the counters since the last report, joined over ranks and processes by adding up."""
+
+    data: dict[str, float]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        join(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KvdPrometheus(KVConnectorPromMetrics):
+    """Registers the counters in the front end's process; the metric classes are those vLLM hands in."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[Counter]
+        self._counters = {
+            name: counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            if name in self._counters and value > 0:
+                self._counters[name].labels(*labels).inc(value)

@@ -1,0 +1,471 @@
+"""The connector in the engine's scheduler: look up prefixes, plan loads and saves. Moves no bytes and knows no vLLM class.
+
+A request's way: `arrived` -> `match` (how many tokens are stored; asked again and again while the request does not fit) ->
+`allocated` (blocks for them) -> `plan` (told to the workers) -> ... `heard` (what became of it) -> `finished`.
+
+Rules that keep the engine alive and right (each was met on a real engine):
+- A hit never covers the last token, and counts only chunks that every group of every rank holds.
+- A request whose load failed is never offered a hit again: the engine would ask, fail and ask for ever.
+- A load that was accepted is always handed to the workers, be it as doomed: a request nobody reports on waits for ever.
+- Tables of blocks are read from the engine in the step that needs them; appended ones are wrong after a preemption.
+- The answer to `match` is kept for a second, since a request that does not fit is asked for in every step.
+
+Single-threaded: the engine's scheduler loop. `match` is the only call that talks to the daemon, one or two short round trips.
+"""
+
+import logging
+import operator
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvd.connector.fingerprint import salt_of, salted
+from kvd.connector.groups import Group, unit_of
+from kvd.connector.keys import Keys, Span, chunk_tokens
+from kvd.connector.link import Down, Link
+from kvd.connector.metrics import Counters
+from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save
+from kvd.connector.settings import Settings
+from kvd.errors import KvdError
+from kvd.store.retention import Retention
+
+logger = logging.getLogger("vllm.kvd")
+
+ANSWER_S = 1.0
+"""How long an answer to `match` is repeated without asking the daemon."""
+DEFER_S = 5.0
+"""How long a request waits for another one that is loading the same chunks; then it loads for itself."""
+BAD_KEY_S = 30.0
+"""How long a chunk that could not be loaded is not offered again."""
+INTRODUCTION_S = 2.0
+"""How long the first request waits for the workers to introduce themselves."""
+MAX_BAD_KEYS = 4096
+
+
+class Request(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    block_hashes: Sequence[bytes]
+    kv_transfer_params: Mapping[str, Any] | None
+    skip_reading_prefix_cache: bool
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a look-up found: stored tokens [computed, end) for a request of `tokens` tokens, asked at `at`."""
+
+    computed: int
+    tokens: int
+    end: int
+    at: float
+    spans: tuple[Span, ...] = ()
+    token: bytes | None = None
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One live request."""
+
+    request: Request
+    keys: Keys
+    retention: str
+    ttl_s: float | None
+    salt: bytes
+    answer: Answer | None = None
+    deferred_since: float | None = None
+    failed: bool = False
+    saved: int = 0
+    """Tokens up to which chunks were planned for saving."""
+    stored: range = range(0)
+    """Tokens that the last look-up found stored: not saved again."""
+    tail_done: bool = False
+    loading: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """One request's share of a step, as the adapter reads it from SchedulerOutput."""
+
+    request_id: str
+    computed: int
+    scheduled: int
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of the workers. `met`: they have reported, for good or ill."""
+
+    namespaces: tuple[tuple[bytes, ...], ...] = ()
+    problem: str = "the workers have not reported yet"
+    met: bool = False
+    waiting_since: float | None = None
+    asked: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+
+
+class Scheduler:
+    """The scheduler side. `hash_source` gives (algorithm, seed) of the engine's block hashes; read when first needed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Sequence[Group],
+        link: Link,
+        *,
+        hash_tokens: int,
+        hash_source: Callable[[], tuple[str, str]],
+        save: bool = True,
+        load: bool = True,
+        reuse_local: bool = True,
+        drop_units: int = 0,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.groups = tuple(groups)
+        self.unit = unit_of(self.groups)
+        self.chunk = chunk_tokens(settings.chunk_tokens, self.unit)
+        self.hash_tokens = hash_tokens
+        self.counters = counters or Counters()
+        self._exact = any(group.partial for group in self.groups)
+        self._link = link
+        self._hash_source = hash_source
+        self._save = save
+        self._load = load
+        self._reuse_local = reuse_local
+        self._drop = drop_units * self.unit
+        self._clock = clock
+        self._state = _State()
+        self._requests: dict[str, Tracked] = {}
+        self._pending: list[Load] = []
+        self._in_flight: dict[bytes, str] = {}
+        self._bad: OrderedDict[bytes, float] = OrderedDict()
+
+    # ---- the handshake -----------------------------------------------------------------------------------------------
+
+    def introduce(self, ranks: Sequence[RankIdentity], expected: int) -> str:
+        """Learn the workers' namespaces. Returns why nothing will be stored ('' when all is well)."""
+        problem = next((rank.problem for rank in ranks if rank.problem), "")
+        if not problem and len(ranks) != expected:
+            problem = f"{len(ranks)} of {expected} workers reported their cache"
+        if not problem and {rank.chunk_tokens for rank in ranks} != {self.chunk}:
+            problem = f"workers use chunks of {sorted({r.chunk_tokens for r in ranks})} tokens, the scheduler of {self.chunk}"
+        # Ranks that hold the same bytes have the same namespaces: asked for once.
+        namespaces = tuple(dict.fromkeys(rank.namespaces for rank in ranks))
+        self._state = _State(() if problem else namespaces, problem, met=True)
+        return problem
+
+    @property
+    def active(self) -> bool:
+        return not self._state.problem
+
+    def namespaces(self, salt: bytes) -> tuple[bytes, ...]:
+        """The final namespaces of all groups of all ranks."""
+        found = self._state.asked.get(salt)
+        if found is None:
+            if len(self._state.asked) > 1024:
+                self._state.asked.clear()
+            found = tuple(salted(namespace, salt) for rank in self._state.namespaces for namespace in rank)
+            self._state.asked[salt] = found
+        return found
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def arrived(self, request: Request) -> Tracked:
+        """A request this side has not seen; calling again is harmless."""
+        found = self._requests.get(request.request_id)
+        if found is None:
+            parameters = request.kv_transfer_params or {}
+            algorithm, seed = self._hash_source()
+            tenant = "\0".join(filter(None, (self.settings.tenant, str(parameters.get("kvd_namespace") or ""))))
+            found = self._requests[request.request_id] = Tracked(
+                request=request,
+                keys=Keys(request.block_hashes, hash_tokens=self.hash_tokens, chunk=self.chunk, unit=self.unit),
+                retention=_retention(parameters),
+                ttl_s=_ttl(parameters),
+                salt=salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=tenant),
+            )
+        return found
+
+    def match(self, request: Request, computed: int) -> int | None:
+        """Tokens stored beyond the `computed` ones the engine has itself; None: ask again in the next step."""
+        if not self._load or request.skip_reading_prefix_cache:
+            return 0
+        if not self.active:
+            return None if self._wait_for_workers() else 0
+        tracked = self.arrived(request)
+        most = (request.num_tokens - 1) // self.unit * self.unit - self._drop
+        if tracked.failed or most <= computed:
+            return 0
+        now = self._clock()
+        answer = tracked.answer
+        known = answer is not None and (answer.computed, answer.tokens) == (computed, request.num_tokens)
+        if not known or answer is None or now - answer.at > ANSWER_S:
+            if self._wait_for_other(tracked, computed, now):
+                return None
+            answer = tracked.answer = self._ask(tracked, computed, most, now)
+            tracked.stored = range(answer.spans[0].start, answer.spans[-1].end) if answer.spans else range(0)
+        return answer.end - computed
+
+    def _wait_for_workers(self) -> bool:
+        """Under MultiConnector the workers introduce themselves in the first step: the first request waits for that."""
+        if self._state.met:
+            return False
+        now = self._clock()
+        if self._state.waiting_since is None:
+            self._state.waiting_since = now
+        return now - self._state.waiting_since < INTRODUCTION_S
+
+    def _wait_for_other(self, tracked: Tracked, computed: int, now: float) -> bool:
+        """Whether another request is loading the chunk this one needs first. Its blocks will be the engine's own then."""
+        if not self._reuse_local or not self._in_flight:
+            return False
+        start = computed // self.chunk * self.chunk
+        if start + self.chunk > tracked.keys.tokens:
+            return False
+        other = self._in_flight.get(tracked.salt + tracked.keys.of(Span(start, start + self.chunk)))
+        if other in (None, tracked.request.request_id):
+            return False
+        if tracked.deferred_since is None:
+            tracked.deferred_since = now
+            self.counters.add("deferred")
+        return now - tracked.deferred_since < DEFER_S
+
+    def _ask(self, tracked: Tracked, computed: int, most: int, now: float) -> Answer:
+        nothing = Answer(computed, tracked.request.num_tokens, computed, now)
+        # Without windows a hit may end inside a chunk, so the prompt's last whole block is asked for as it was stored.
+        end = min(tracked.keys.tokens, most if self._exact else tracked.request.num_tokens)
+        spans = tracked.keys.spans(computed // self.chunk, end)
+        spans = spans[: next((i for i, span in enumerate(spans) if self._is_bad(tracked, span, now)), len(spans))]
+        if not spans:
+            return nothing
+        begun = time.perf_counter()
+        try:
+            found, token = self._look_up(tracked, spans, end, computed)
+        except Down:
+            return nothing
+        except KvdError as error:
+            self.counters.add("lookup_failures")
+            logger.warning("kvd: a look-up failed: %s", error)
+            return nothing
+        finally:
+            self.counters.add("lookups")
+            self.counters.add("lookup_seconds", time.perf_counter() - begun)
+        hit = min(found[-1].end, most) if found else 0
+        if hit <= computed:
+            return nothing
+        return Answer(computed, tracked.request.num_tokens, hit, now, tuple(span for span in found if span.start < hit), token)
+
+    def _look_up(self, tracked: Tracked, spans: list[Span], end: int, computed: int) -> tuple[list[Span], bytes | None]:
+        """The leading spans that all ranks and groups hold, and the token that pins them. Raises Down, KvdError."""
+        namespaces = self.namespaces(tracked.salt)
+        pin_s = self.settings.pin_s
+        keys = [tracked.keys.of(span) for span in spans]
+        result = self._link.call(lambda client: client.prefix(keys, namespaces=list(namespaces), pin_s=pin_s))
+        length = result.length
+        if 0 < length < len(spans):
+            # What is pinned must fit the arena at once; more may be there than that.
+            rest = keys[length:]
+            length += self._link.call(lambda client: client.prefix(rest, namespaces=list(namespaces))).length
+        found = spans[:length]
+        if length == len(spans):
+            return found, result.token
+        # The run ends early: perhaps in a tail, the end of a shorter prompt that began like this one.
+        start = spans[length].start
+        tails = tracked.keys.tails(start, min(start + self.chunk, end), max(start, computed))
+        tails = [tail for tail in tails if tail != spans[length] and not self._is_bad(tracked, tail, self._clock())]
+        if tails:
+            tail_keys = [tracked.keys.of(tail) for tail in tails]
+            there = self._link.call(lambda client: client.exists(tail_keys, namespace=namespaces[0]))
+            for tail, key, one in zip(tails, tail_keys, there, strict=True):
+                if one and self._everywhere(key, namespaces[1:]):
+                    return [*found, tail], result.token
+        return found, result.token
+
+    def _everywhere(self, key: bytes, namespaces: Sequence[bytes]) -> bool:
+        if not namespaces:
+            return True
+        return bool(self._link.call(lambda client: client.prefix([key], namespaces=list(namespaces))).length)
+
+    def _is_bad(self, tracked: Tracked, span: Span, now: float) -> bool:
+        if not self._bad:
+            return False
+        return self._bad.get(tracked.salt + tracked.keys.of(span), 0.0) > now
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Request, tables: Sequence[Sequence[int]], external: int) -> None:
+        """The engine allocated blocks for `external` tokens of a hit. `tables`: all block tables, by the engine's group id."""
+        if external <= 0:
+            return
+        tracked = self.arrived(request)
+        answer = tracked.answer
+        why = ""
+        moves: tuple[Move, ...] = ()
+        if answer is None or not answer.spans:
+            why = "the engine loads what was not offered"
+        elif answer.computed + external > answer.end or (self._exact and answer.computed + external != answer.end):
+            why = f"the engine wants {external} tokens, {answer.end - answer.computed} were offered"
+        else:
+            try:
+                moves = tuple(self._load_moves(tracked, answer, tables, answer.computed + external))
+            except IndexError:
+                why = "the engine allocated fewer blocks than it accepted"
+        token = answer.token if answer else None
+        self._pending.append(Load(request.request_id, tracked.salt, moves, token, why))
+        if why:
+            logger.error("kvd: request %s cannot be loaded: %s; it will be recomputed", request.request_id, why)
+        tracked.loading = tuple(tracked.salt + move.key for move in moves)
+        for key in tracked.loading:
+            self._in_flight.setdefault(key, request.request_id)
+        self.counters.add("hit_tokens", external)
+
+    def _load_moves(self, tracked: Tracked, answer: Answer, tables: Sequence[Sequence[int]], end: int) -> list[Move]:
+        moves = []
+        for span in answer.spans:
+            blocks = []
+            for group in self.groups:
+                first = max(answer.computed // group.block_tokens, group.first_needed(end))
+                last = end // group.block_tokens
+                table = tables[group.id]
+                blocks.append(tuple(table[b] if first <= b < last else 0 for b in group.stored(*span)))
+            moves.append(Move(tracked.keys.of(span), tuple(blocks)))
+        return moves
+
+    # ---- saves -------------------------------------------------------------------------------------------------------
+
+    def plan(self, steps: Sequence[Step], table_of: Callable[[str], Sequence[Sequence[int]] | None]) -> Plan:
+        """This step's loads and saves. `table_of`: the current block tables of a request scheduled in this step."""
+        plan = Plan(loads=self._pending)
+        self._pending = []
+        if self.active and self._save and self._link.up:
+            for step in steps:
+                tracked = self._requests.get(step.request_id)
+                if tracked is not None and tracked.retention != "none":
+                    self._plan_save(plan, tracked, step, table_of)
+        return plan
+
+    def doomed(self) -> Plan:
+        """The plan when planning itself went wrong: every accepted load fails, so that its request is recomputed."""
+        loads, self._pending = self._pending, []
+        return Plan(loads=[Load(load.request_id, load.salt, (), None, "planning failed") for load in loads])
+
+    def _plan_save(
+        self, plan: Plan, tracked: Tracked, step: Step, table_of: Callable[[str], Sequence[Sequence[int]] | None]
+    ) -> None:
+        # During asynchronous scheduling the hashes lag behind the tokens in flight: never save what has no hash yet.
+        done = min(step.computed + step.scheduled, tracked.keys.tokens)
+        spans = [Span(start, start + self.chunk) for start in range(tracked.saved, done - self.chunk + 1, self.chunk)]
+        tracked.saved += len(spans) * self.chunk
+        spans = [span for span in spans if not (span.start in tracked.stored and span.end <= tracked.stored.stop)]
+        if not tracked.tail_done and step.computed + step.scheduled >= tracked.request.num_prompt_tokens:
+            tracked.tail_done = True
+            spans += self._tails(tracked)
+        if not spans:
+            return
+        tables = table_of(step.request_id)
+        if tables is None:
+            return
+        moves = []
+        for span in spans:
+            blocks = tuple(tuple(tables[group.id][b] for b in group.stored(*span)) for group in self.groups)
+            # A zero is a block the engine gave up before this side saw it computed (a window's, after a local hit).
+            if all(all(ids) for ids in blocks):
+                moves.append(Move(tracked.keys.of(span), blocks))
+        if moves:
+            plan.saves.append(Save(step.request_id, tracked.salt, tuple(moves), tracked.retention, tracked.ttl_s))
+
+    def _tails(self, tracked: Tracked) -> list[Span]:
+        """What a prompt ends with, so that the same prompt hits all that the engine's own cache would."""
+        prompt = tracked.request.num_prompt_tokens
+        ends = {min(prompt, tracked.keys.tokens) // self.unit * self.unit}
+        if self._exact:
+            # The last token is never part of a hit, and where windows slide a hit ends exactly where a chunk does.
+            ends.add(min(prompt - 1, tracked.keys.tokens) // self.unit * self.unit)
+        return [Span(end // self.chunk * self.chunk, end) for end in sorted(ends) if end % self.chunk and end > tracked.stored.stop]
+
+    # ---- what became of it -------------------------------------------------------------------------------------------
+
+    def heard(self, received: Sequence[str], failed: Sequence[str], report: Report) -> None:
+        """The workers' results of a step: loads that ended, and those among them that failed."""
+        now = self._clock()
+        blamed = report.failed
+        for request_id in {*failed, *blamed}:
+            tracked = self._requests.get(request_id)
+            why, keys = blamed.get(request_id, ("not said", ()))
+            self.counters.add("load_failures")
+            logger.warning("kvd: loading for request %s failed (%s); it is recomputed", request_id, why)
+            if tracked is not None:
+                tracked.failed = True
+                tracked.answer = None
+                # What was thought to be stored is not: offer the recomputed chunks to the daemon again.
+                tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
+                for key in keys:
+                    self._bad[tracked.salt + key] = now + BAD_KEY_S
+        while len(self._bad) > MAX_BAD_KEYS:
+            self._bad.popitem(last=False)
+        for request_id in received:
+            self._landed(request_id)
+
+    def _landed(self, request_id: str) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._forget_loading(tracked)
+
+    def _forget_loading(self, tracked: Tracked) -> None:
+        for key in tracked.loading:
+            if self._in_flight.get(key) == tracked.request.request_id:
+                del self._in_flight[key]
+        tracked.loading = ()
+
+    def finished(self, request_id: str) -> None:
+        """The request ended, in whatever way. Its blocks are never held back: saves were copied in their own step."""
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._forget_loading(tracked)
+
+    def reset(self) -> bool:
+        """Drop everything stored for this engine's identity. Whether that worked."""
+        self._bad.clear()
+        for tracked in self._requests.values():
+            tracked.answer = None
+            tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
+        namespaces = {*self.namespaces(self._own_salt()), *(one for known in self._state.asked.values() for one in known)}
+        try:
+            for namespace in sorted(namespaces):
+                self._link.call(operator.methodcaller("clear", namespace=namespace))
+        except (Down, KvdError) as error:
+            logger.warning("kvd: could not clear the stored cache: %s", error)
+            return False
+        return True
+
+    def _own_salt(self) -> bytes:
+        algorithm, seed = self._hash_source()
+        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=self.settings.tenant)
+
+
+def _retention(parameters: Mapping[str, Any]) -> str:
+    word = str(parameters.get("kvd_retention") or parameters.get("infera_retention") or "long")
+    try:
+        return Retention.of(word).name.lower()
+    except ValueError as error:
+        logger.warning("kvd: %s; stored as long", error)
+        return "long"
+
+
+def _ttl(parameters: Mapping[str, Any]) -> float | None:
+    value = parameters.get("kvd_ttl_seconds", parameters.get("infera_ttl_seconds"))
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < 10 * 365 * 86400:
+        logger.warning("kvd: kvd_ttl_seconds %r is not a number of seconds; stored without an expiry", value)
+        return None
+    return seconds

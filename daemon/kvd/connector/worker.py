@@ -1,0 +1,296 @@
+"""The connector in a worker: moves bytes between the engine's KV memory and the daemon's arena.
+
+Saves happen inside `save`, in the step that computed the blocks and before the engine can reuse them: whole blocks are
+copied straight into an extent of the arena and committed. Nothing is held back, no staging copy is made. Loads run on
+threads: a lease is taken, its bytes are copied into the blocks, and only when the lease still stands afterwards are the
+bytes good. A load ends exactly once, good or failed, within its deadline; the engine waits for it.
+
+With one cache group a failure names the blocks from the first chunk that is missing, so that the engine keeps what came
+before; with several groups block ids are ambiguous to the engine and the whole request is reported.
+
+Concurrency: the engine calls from one thread; `_done`, `_report` and `_bad_blocks` are shared with the loading threads under
+`_lock`. Blocks being loaded belong to the waiting request alone, so copies need no lock.
+"""
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvd.connector.fingerprint import salted
+from kvd.connector.link import Down, Link
+from kvd.connector.metrics import Counters
+from kvd.connector.plan import Load, Move, Report, Save
+from kvd.errors import Draining, KvdError, LeaseLost, NoRoom
+
+logger = logging.getLogger("vllm.kvd")
+
+WINDOW_BYTES = 64 << 20
+"""Bytes leased at a time in a load and reserved at a time in a save: tiers are read ahead while the window is copied."""
+READ_SLICE_S = 1.0
+"""How long one read waits for tiers before it is asked anew: a daemon that is wedged is told from a slow disk within this."""
+NO_ROOM_PAUSE_S = 1.0
+"""Saving pauses this long after the daemon had no room, so that a full arena does not cost every step a time-out."""
+
+
+class Mover(Protocol):
+    """The copies; see kvd.connector.mover."""
+
+    def value_bytes(self, group: int, blocks: int) -> int: ...
+
+    def gather(self, group: int, ids: Sequence[int], into: Any) -> None: ...
+
+    def scatter(self, group: int, ids: Sequence[int], source: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """A load on its way."""
+
+    load: Load
+    deadline_s: float
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Results:
+    """What a step reports to the engine. Every id in `failed` is also in `received`."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+class LoadFailed(Exception):
+    """A load cannot be completed. `index`: the first move that is not loaded."""
+
+    def __init__(self, why: str, index: int, keys: tuple[bytes, ...] = ()) -> None:
+        super().__init__(why)
+        self.index = index
+        self.keys = keys
+
+
+class Worker:
+    """One rank's mover of bytes. `namespaces`: one a group, unsalted, in the order of the groups."""
+
+    def __init__(
+        self,
+        namespaces: Sequence[bytes],
+        mover: Mover,
+        *,
+        save_link: Link,
+        load_link: Link,
+        saves: bool = True,
+        load_timeout_s: float = 30.0,
+        load_threads: int = 2,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = counters or Counters()
+        self._namespaces = tuple(namespaces)
+        self._mover = mover
+        self._save_link = save_link
+        self._load_link = load_link
+        self._saves = saves
+        self._load_timeout_s = load_timeout_s
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="kvd-load")
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._done: list[tuple[Job, LoadFailed | None]] = []
+        self._report = Report()
+        self._no_room_until = 0.0
+
+    # ---- saves -------------------------------------------------------------------------------------------------------
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Store what this step completed. Never raises for the daemon's sake; what cannot be stored is counted."""
+        if not saves or not self._saves or not self._save_link.up or self._clock() < self._no_room_until:
+            return
+        begun = time.perf_counter()
+        try:
+            for save in saves:
+                for index, namespace in enumerate(self._namespaces):
+                    self._save_group(index, salted(namespace, save.salt), save)
+        except Down:
+            self.counters.add("save_failures")
+        except (NoRoom, Draining) as error:
+            self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
+            self.counters.add("save_failures")
+            logger.debug("kvd: not saved: %s", error)
+        except KvdError as error:
+            self.counters.add("save_failures")
+            logger.warning("kvd: saving failed: %s", error)
+        finally:
+            self.counters.add("save_seconds", time.perf_counter() - begun)
+
+    def _save_group(self, index: int, namespace: bytes, save: Save) -> None:
+        moves = list({move.key: move for move in save.moves}.values())
+        known = self._save_link.call(lambda client: client.exists([move.key for move in moves], namespace=namespace))
+        todo = [move for move, there in zip(moves, known, strict=True) if not there]
+        self.counters.add("save_known", len(moves) - len(todo))
+        for window in self._windows(index, todo):
+            self._save_link.call(functools.partial(self._write, index, namespace, save, window))
+
+    def _write(self, index: int, namespace: bytes, save: Save, moves: Sequence[Move], client: Any) -> None:
+        sizes = [self._mover.value_bytes(index, len(move.blocks[index])) for move in moves]
+        with client.write(sizes) as lease:
+            for move, view in zip(moves, lease.views, strict=True):
+                self._mover.gather(index, move.blocks[index], view)
+            results = lease.commit([move.key for move in moves], namespace=namespace, retention=save.retention, ttl_s=save.ttl_s)
+        stored = [size for size, result in zip(sizes, results, strict=True) if result]
+        self.counters.add("saves", len(stored))
+        self.counters.add("save_bytes", sum(stored))
+        self.counters.add("save_failures", len(sizes) - len(stored))
+
+    def _windows(self, index: int, moves: Iterable[Move]) -> Iterator[list[Move]]:
+        window: list[Move] = []
+        total = 0
+        for move in moves:
+            size = self._mover.value_bytes(index, len(move.blocks[index]))
+            if window and total + size > WINDOW_BYTES:
+                yield window
+                window, total = [], 0
+            window.append(move)
+            total += size
+        if window:
+            yield window
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def start(self, loads: Sequence[Load]) -> None:
+        """Begin these loads. Each is reported by `results`, once."""
+        for load in loads:
+            job = Job(load, self._clock() + self._load_timeout_s)
+            self._jobs[load.request_id] = job
+            if load.doomed:
+                self._end(job, LoadFailed(load.doomed, 0))
+                continue
+            try:
+                self._pool.submit(self._run, job)
+            except RuntimeError:  # shutting down
+                self._end(job, LoadFailed("the engine is shutting down", 0))
+
+    def results(self, finished: Iterable[str]) -> Results:
+        """Loads that ended since the last call. `finished`: requests that ended; their loads stop early."""
+        for request_id in finished:
+            job = self._jobs.get(request_id)
+            if job is not None:
+                job.cancelled = True
+        with self._lock:
+            done, self._done = self._done, []
+        results = Results()
+        for job, failure in done:
+            request_id = job.load.request_id
+            self._jobs.pop(request_id, None)
+            results.received.add(request_id)
+            if failure is None or job.cancelled:
+                continue
+            bad = {block for move in job.load.moves[failure.index :] for ids in move.blocks for block in ids if block}
+            if len(self._namespaces) == 1 and bad:
+                results.bad_blocks |= bad
+            else:
+                results.failed.add(request_id)
+            self._report.failed[request_id] = (str(failure), failure.keys)
+        return results
+
+    def report(self) -> Report:
+        """What the scheduler should know since the last call."""
+        report, self._report = self._report, Report()
+        return report
+
+    def shutdown(self) -> None:
+        """Stop loading; what is on its way ends at its next chunk."""
+        for job in list(self._jobs.values()):
+            job.cancelled = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._save_link.close()
+        self._load_link.close()
+
+    def _run(self, job: Job) -> None:
+        begun = time.perf_counter()
+        failure: LoadFailed | None = None
+        try:
+            self._fetch(job)
+        except LoadFailed as error:
+            failure = error
+        except (Down, KvdError) as error:
+            failure = LoadFailed(str(error), 0)
+        except Exception as error:  # a thread's edge: whatever it was, the request must not wait for ever
+            logger.exception("kvd: loading failed")
+            self.counters.add("errors")
+            failure = LoadFailed(f"{type(error).__name__}: {error}", 0)
+        self.counters.add("loads")
+        self.counters.add("load_seconds", time.perf_counter() - begun)
+        self._end(job, failure)
+
+    def _end(self, job: Job, failure: LoadFailed | None) -> None:
+        with self._lock:
+            self._done.append((job, failure))
+
+    def _fetch(self, job: Job) -> None:
+        """All groups' chunks into the blocks. Raises LoadFailed for the first move that is missing in any group."""
+        failures: list[LoadFailed] = []
+        for index, unsalted in enumerate(self._namespaces):
+            namespace = salted(unsalted, job.load.salt)
+            wanted = [(place, move) for place, move in enumerate(job.load.moves) if any(move.blocks[index])]
+            try:
+                self._fetch_group(job, index, namespace, wanted)
+            except LoadFailed as failure:
+                failures.append(failure)
+            finally:
+                self._unpin(job.load.token, namespace)
+        if failures:
+            raise min(failures, key=lambda failure: failure.index)
+
+    def _fetch_group(self, job: Job, index: int, namespace: bytes, wanted: Sequence[tuple[int, Move]]) -> None:
+        places = {id(move): place for place, move in wanted}
+        for window in self._windows(index, [move for _, move in wanted]):
+            left = window
+            while left:
+                place = places[id(left[0])]
+                if job.cancelled:
+                    raise LoadFailed("the request ended", place)
+                if self._clock() > job.deadline_s:
+                    raise LoadFailed("the deadline passed", place)
+                try:
+                    copied = self._load_link.call(functools.partial(self._read, index, namespace, left, place))
+                except LeaseLost:
+                    raise LoadFailed("the lease was lost while copying", place) from None
+                except (Down, KvdError) as error:
+                    raise LoadFailed(str(error), place) from error
+                left = left[copied:]
+
+    def _read(self, index: int, namespace: bytes, moves: Sequence[Move], place: int, client: Any) -> int:
+        """Copy the leading moves that are there; how many. Raises LoadFailed when the first one will not come."""
+        copied = total = 0
+        with client.read([move.key for move in moves], namespace=namespace, timeout_s=READ_SLICE_S) as lease:
+            for move, view in zip(moves, lease.views, strict=True):
+                if view is None:
+                    break
+                ids = move.blocks[index]
+                if len(view) != self._mover.value_bytes(index, len(ids)):
+                    raise LoadFailed(f"a chunk has {len(view)} bytes", place + copied, (move.key,))
+                self._mover.scatter(index, ids, view)
+                copied += 1
+                total += len(view)
+            lease.check()
+        self.counters.add("load_bytes", total)
+        # Nothing came: it is still on its way from a tier (ask again), or it is gone.
+        if not copied and not client.exists([moves[0].key], namespace=namespace)[0]:
+            raise LoadFailed("a chunk is gone", place, (moves[0].key,))
+        return copied
+
+    def _unpin(self, token: bytes | None, namespace: bytes) -> None:
+        """Let go of what the look-up pinned. Its bytes were read by key, window by window, while tiers were still bringing
+
+        up the rest; the token kept them from being evicted meanwhile.
+        """
+        if token is not None:
+            with contextlib.suppress(Down, KvdError):  # ended by its deadline, or by another rank with the same bytes
+                self._load_link.call(lambda client: client.claim(token, namespace=namespace, timeout_s=READ_SLICE_S).release())

@@ -1,0 +1,105 @@
+"""A kvd client without a daemon, for tests of pure scheduling and copying logic: a dict behind the same calls.
+
+Only those tests use it; everything that claims something about the daemon runs against a real one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from kvd.errors import NoRoom, Unavailable
+
+
+class Found:
+    """A PrefixResult."""
+
+    def __init__(self, length: int, token: bytes | None) -> None:
+        self.length = length
+        self.token = token
+
+
+class MemoryLease:
+    def __init__(self, views: list[Any], commit: Callable[..., list[bool]] | None = None) -> None:
+        self.views = views
+        self._commit = commit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def commit(self, keys: Sequence[bytes], **how: Any) -> list[bool]:
+        assert self._commit is not None
+        return self._commit(keys, **how)
+
+
+class MemoryClient:
+    """`values` by (namespace, key). `away` makes every call fail as if the daemon were gone; `calls` counts by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[bytes, bytes], bytes] = {}
+        self.away = False
+        self.full = False
+        self.calls: dict[str, int] = {}
+        self.written: list[tuple[bytes, str, float | None]] = []
+
+    def _called(self, name: str) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+        if self.away:
+            raise Unavailable("gone")
+
+    def ping(self) -> None:
+        self._called("ping")
+
+    def close(self) -> None:
+        pass
+
+    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[bytes], pin_s: float = 0.0) -> Found:
+        self._called("prefix")
+        length = 0
+        while length < len(keys) and all((namespace, keys[length]) in self.values for namespace in namespaces):
+            length += 1
+        return Found(length, b"t" * 16 if length and pin_s else None)
+
+    def exists(self, keys: Sequence[bytes], *, namespace: bytes) -> list[bool]:
+        self._called("exists")
+        return [(namespace, key) in self.values for key in keys]
+
+    def read(self, keys: Sequence[bytes], *, namespace: bytes, timeout_s: float) -> MemoryLease:
+        self._called("read")
+        found = [self.values.get((namespace, key)) for key in keys]
+        return MemoryLease([memoryview(value) if value is not None else None for value in found])
+
+    def claim(self, token: bytes, *, namespace: bytes, timeout_s: float) -> MemoryLease:
+        self._called("claim")
+        return MemoryLease([])
+
+    def write(self, sizes: Sequence[int]) -> MemoryLease:
+        self._called("write")
+        if self.full:
+            raise NoRoom("the arena is full")
+        buffers = [bytearray(size) for size in sizes]
+
+        def commit(keys: Sequence[bytes], *, namespace: bytes, retention: str, ttl_s: float | None) -> list[bool]:
+            for key, buffer in zip(keys, buffers, strict=True):
+                self.values[namespace, key] = bytes(buffer)
+                self.written.append((key, retention, ttl_s))
+            return [True] * len(keys)
+
+        return MemoryLease([memoryview(buffer) for buffer in buffers], commit)
+
+    def clear(self, *, namespace: bytes) -> int:
+        self._called("clear")
+        gone = [identity for identity in self.values if identity[0] == namespace]
+        for identity in gone:
+            del self.values[identity]
+        return len(gone)
