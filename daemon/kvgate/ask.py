@@ -1,0 +1,71 @@
+"""Asking a running gate, with the standard library: what `kvgate models|sleep|wake|traffic` send and how answers become errors.
+
+HTTP status -> exit status: 404 -> 3 (not found), no connection -> 4, 408/504 and time-outs -> 6, 409 -> 5 (refused),
+401/403 -> 2, anything else -> 1.
+"""
+
+import http.client
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote as _quote
+from urllib.parse import urlencode, urlsplit
+
+from kvtools.config import read_secret
+from kvtools.errors import KvError, NotFound, Refused, TimedOut, Unreachable, UsageError
+
+TIMEOUT_S = 10.0
+ACTION_TIMEOUT_S = 600.0
+"""A wake-up may load weights from disk, and a sleep waits for running requests."""
+_ERRORS: dict[int, type[KvError]] = {401: UsageError, 403: UsageError, 404: NotFound, 408: TimedOut, 409: Refused, 504: TimedOut}
+
+
+def quote(model: str) -> str:
+    """A model's name as one path segment."""
+    return _quote(model, safe="")
+
+
+def get(url: str, path: str, key: str, *, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return _ask("GET", url, path, key, query or {}, TIMEOUT_S)
+
+
+def post(url: str, path: str, key: str, *, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return _ask("POST", url, path, key, query or {}, ACTION_TIMEOUT_S)
+
+
+def _ask(method: str, url: str, path: str, key: str, query: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    where = urlsplit(url)
+    if where.scheme not in {"http", "https"} or not where.hostname:
+        raise UsageError(f"not a gate's URL: {url!r}", hint="write it as http://127.0.0.1:8080")
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    headers = {"authorization": f"Bearer {read_secret(key)}"} if key else {}
+    target = where.path.rstrip("/") + path + (f"?{urlencode(query, doseq=True)}" if query else "")
+    try:
+        connection = kind(where.hostname, where.port, timeout=timeout_s)
+        connection.request(method, target, headers=headers)
+        answer = connection.getresponse()
+        status, text = answer.status, answer.read(16 << 20)
+        connection.close()
+    except TimeoutError:
+        raise TimedOut(f"the gate at {url} did not answer within {timeout_s:g} s") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Unreachable(f"cannot reach the gate at {url}: {reason}", hint="is `kvgate serve` running? --url says where") from None
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Unreachable(f"what answers at {url} is not kvgate (HTTP {status})", hint="--url says where the gate is")
+    if status >= 400:
+        raise _ERRORS.get(status, KvError)(_message(body, status), hint=_hint(status))
+    return body
+
+
+def _message(body: dict[str, Any], status: int) -> str:
+    said = body.get("message") or body.get("error") or f"HTTP {status}"
+    return str(said.get("message") if isinstance(said, dict) else said)
+
+
+def _hint(status: int) -> str:
+    return {401: "give --key env:NAME or --key file:PATH", 404: "kvgate models lists what there is"}.get(status, "")

@@ -1,0 +1,414 @@
+"""models.yaml: what is served, where, and under which rules.
+
+    models:                              # engines that run already, nested or flattened
+      meta-llama/Llama-3.2-1B: {endpoint: {host: localhost, port: 12346}}
+      tiny: {host: localhost, port: 12347}
+    instances:                           # engines that kvgate starts
+      - {name: qwen, model: Qwen/Qwen3-0.6B, engine: vllm, engine_args: ["--port 12348", "--enable-sleep-mode"]}
+    router: {router_port: 8080, max_concurrency: 256}
+    sleep_manager: {idle_threshold_seconds: 300, auto_sleep_enabled: true, min_sleep_duration: 60}
+
+A flattened model may also stand at the top of the file. A model's own `sleep` and `limits` win over `sleep_manager` and
+`router`. Unknown keys are errors; so are two models of one name, and two on one endpoint. Everything here is immutable:
+a reload makes a new `GateConfig` and the router compares the two.
+"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvgate import sections
+from kvgate.errors import ConfigError
+from kvgate.sections import Section, did_you_mean, load_yaml, seconds, size, text, texts, whole, yes_no
+from kvtools.config import read_secret
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8080
+_ENDPOINT_KEYS = frozenset({"host", "port", "endpoint"})
+_count = whole(1, 1_000_000)
+_port = whole(1, 65535)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one engine listens."""
+
+    host: str
+    port: int
+    scheme: str = "http"
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of one model is asked for at once, and how long each phase of a request may last (seconds)."""
+
+    max_concurrency: int = 256
+    max_queue: int = 1024
+    queue_timeout_s: float = 120.0
+    """From the request's arrival to the moment it is sent: waiting for a place, for a wake-up, for a start."""
+    connect_timeout_s: float = 5.0
+    first_byte_timeout_s: float = 600.0
+    """From sending to the engine's status line; a long answer without streaming is all of this."""
+    idle_timeout_s: float = 600.0
+    """The longest silence inside an answer. There is no limit on an answer's whole length."""
+    connect_tries: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SleepPolicy:
+    """When a model sleeps and wakes. Names and defaults are the contract's SleepConfig, times in seconds."""
+
+    idle_threshold_s: float = 300.0
+    check_interval_s: float = 60.0
+    auto_sleep: bool = True
+    wake_on_request: bool = True
+    min_sleep_s: float = 60.0
+    level: int = 1
+    """vLLM's: 1 moves weights to host RAM, 2 drops them (wake reloads them)."""
+    mode: str = ""
+    wake_tries: int = 3
+    wake_timeout_s: float = 120.0
+    sleep_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An engine that kvgate starts and stops."""
+
+    name: str
+    model: str
+    args: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    venv: str = ""
+    command: tuple[str, ...] = ()
+    """argv that stands before the arguments, instead of the venv's Python running vLLM's server."""
+    launcher: str = "subprocess"
+    ready_timeout_s: float = 900.0
+    restart: bool = True
+    segment: str = ""
+    kvd_socket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One model that clients may name."""
+
+    name: str
+    endpoint: Endpoint
+    limits: Limits = field(default_factory=Limits)
+    sleep: SleepPolicy = field(default_factory=SleepPolicy)
+    api_key: str = field(default="", repr=False)
+    """Sent to the engine as its bearer token, in place of the client's."""
+    devices: tuple[int, ...] = ()
+    segment: str = ""
+    weights_bytes: int = 0
+    """Device memory (on each of `devices`) that the awake engine holds besides its KV pool."""
+    kv_bytes: int = 0
+    """KV memory that must be free for a wake-up; the pool grows from there."""
+    instance: Instance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """The whole file."""
+
+    path: Path
+    models: dict[str, ModelConfig]
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    limits: Limits = field(default_factory=Limits)
+    sleep: SleepPolicy = field(default_factory=SleepPolicy)
+    max_body_bytes: int = 32 << 20
+    max_connections: int = 10_000
+    body_timeout_s: float = 60.0
+    health_interval_s: float = 5.0
+    health_failures: int = 3
+    shutdown_timeout_s: float = 10.0
+    api_keys: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    launch_delay_s: float = 0.0
+    log_dir: Path | None = None
+    devices: dict[int, int] = field(default_factory=dict)
+    """Device index -> bytes that all awake models together may hold there."""
+
+
+def load(path: Path) -> GateConfig:
+    """The configuration in `path`. Raises ConfigError, naming the place, for anything that cannot be meant."""
+    top = Section(load_yaml(path), path.name)
+    router = _router(top.sub("router"))
+    sleep = _sleep(top.sub("sleep_manager"), SleepPolicy())
+    shared_env = _kvcached(top.sub("kvcached"))
+    base = GateConfig(
+        path=path,
+        models={},
+        sleep=sleep,
+        launch_delay_s=top.take("launch_delay_seconds", seconds, 0.0),
+        log_dir=top.take("log_dir", lambda v: Path(text(v)).expanduser(), None),
+        devices=_devices(top.sub("devices")),
+        **router,
+    )
+    models = [_model(name, section, base) for name, section in _model_sections(top)]
+    models += [_instance(section, base, shared_env) for section in _instance_sections(top)]
+    top.finish()
+    if not models:
+        raise ConfigError(f"{path.name}: no models", hint="give `models:` with an endpoint each, or `instances:` to start")
+    return replace(base, models=_by_name(models, path.name))
+
+
+def _router(section: Section) -> dict[str, Any]:
+    if not section.take("enable_router", yes_no, True):
+        raise section.error("enable_router", "kvgate is the router: it cannot be switched off", hint="remove the key")
+    found: dict[str, Any] = {
+        "host": section.take("host", text, DEFAULT_HOST, "router_host"),
+        "port": section.take("port", whole(0, 65535), DEFAULT_PORT, "router_port"),
+        "max_body_bytes": section.take("max_body_bytes", size, 32 << 20, "max_body_size"),
+        "max_connections": section.take("max_connections", _count, 10_000),
+        "body_timeout_s": section.take("body_timeout_seconds", seconds, 60.0),
+        "health_interval_s": section.take("health_interval_seconds", _positive, 5.0),
+        "health_failures": section.take("health_failures", whole(1, 100), 3),
+        "shutdown_timeout_s": section.take("shutdown_timeout_seconds", seconds, 10.0),
+        "api_keys": section.take("api_keys", lambda v: Path(text(v)).expanduser(), None),
+        "allowed_hosts": section.take("allowed_hosts", texts, ()),
+        "allowed_origins": section.take("allowed_origins", texts, ()),
+        "limits": _limits(section, Limits()),
+    }
+    section.finish()
+    return found
+
+
+def _positive(value: Any) -> float:
+    if not (number := seconds(value)) > 0:
+        raise ConfigError("expected more than 0 seconds")
+    return number
+
+
+def _limits(section: Section, base: Limits) -> Limits:
+    return Limits(
+        max_concurrency=section.take("max_concurrency", _count, base.max_concurrency),
+        max_queue=section.take("max_queue", whole(0, 1_000_000), base.max_queue),
+        queue_timeout_s=section.take("queue_timeout_seconds", seconds, base.queue_timeout_s),
+        connect_timeout_s=section.take("connect_timeout_seconds", _positive, base.connect_timeout_s),
+        first_byte_timeout_s=section.take("first_byte_timeout_seconds", _positive, base.first_byte_timeout_s, "request_timeout"),
+        idle_timeout_s=section.take("idle_timeout_seconds", _positive, base.idle_timeout_s),
+        connect_tries=section.take("connect_tries", whole(1, 10), base.connect_tries),
+    )
+
+
+def _sleep(section: Section, base: SleepPolicy) -> SleepPolicy:
+    policy = SleepPolicy(
+        idle_threshold_s=section.take("idle_threshold_seconds", seconds, base.idle_threshold_s),
+        check_interval_s=section.take("check_interval_seconds", _positive, base.check_interval_s),
+        auto_sleep=section.take("auto_sleep_enabled", yes_no, base.auto_sleep),
+        wake_on_request=section.take("wakeup_on_request", yes_no, base.wake_on_request),
+        min_sleep_s=section.take("min_sleep_duration", seconds, base.min_sleep_s, "min_sleep_duration_seconds"),
+        level=section.take("level", whole(1, 2), base.level),
+        mode=section.take("mode", text, base.mode),
+        wake_tries=section.take("wake_tries", whole(1, 20), base.wake_tries),
+        wake_timeout_s=section.take("wake_timeout_seconds", _positive, base.wake_timeout_s),
+        sleep_timeout_s=section.take("sleep_timeout_seconds", _positive, base.sleep_timeout_s),
+        drain_timeout_s=section.take("drain_timeout_seconds", seconds, base.drain_timeout_s),
+    )
+    section.finish()
+    return policy
+
+
+def _kvcached(section: Section) -> tuple[tuple[str, str], ...]:
+    """Variables of the elastic pool for every instance: the peer writes them lower-case and exports them upper-case."""
+    found = []
+    for key in section.rest():
+        if not key.lower().startswith(("kvcached_", "kvtools_")) and key.lower() != "enable_kvcached":
+            raise section.error(key, "unknown key", hint="variables here start with kvcached_ or kvtools_")
+        found.append((key.upper(), section.take(key, _scalar, "")))
+    return tuple(found)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    return text(value)
+
+
+def _devices(section: Section) -> dict[int, int]:
+    found = {}
+    for key in section.rest():
+        if not key.isascii() or not key.isdecimal():
+            raise section.error(key, "not a device index", hint='write "0": 80GiB')
+        found[int(key)] = section.take(key, size, 0)
+    return found
+
+
+def _model_sections(top: Section) -> list[tuple[str, Section]]:
+    """Every model of the three places one may stand: `models`, flattened or nested, and the top of the file."""
+    nested = top.sub("models")
+    found = [(name, nested.sub(name)) for name in nested.rest()]
+    for name in top.rest():
+        value = top.values[name]
+        if name != "instances" and isinstance(value, dict) and _ENDPOINT_KEYS & value.keys():
+            found.append((name, top.sub(name)))
+    return found
+
+
+def _model(name: str, section: Section, base: GateConfig) -> ModelConfig:
+    where = section
+    if section.has("endpoint"):
+        where = section.sub("endpoint")
+        for key in ("host", "port"):
+            if section.has(key):
+                raise section.error(key, "stands beside `endpoint`", hint="write it inside `endpoint`, or leave `endpoint` out")
+    endpoint = Endpoint(
+        host=where.take("host", text, "localhost"),
+        port=where.need("port", _port),
+        scheme=where.take("scheme", _one_of("http", "https"), "http"),
+    )
+    if where is not section:
+        where.finish()
+    config = _settings(section, ModelConfig(name=name, endpoint=endpoint), base)
+    section.finish()
+    return config
+
+
+def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelConfig:
+    """`config` with what a model and an instance may both say."""
+    limits = section.sub("limits")
+    merged = _limits(limits, base.limits)
+    limits.finish()
+    return replace(
+        config,
+        limits=merged,
+        sleep=_sleep(section.sub("sleep"), base.sleep),
+        api_key=section.take("api_key", lambda v: read_secret(text(v)), ""),
+        devices=section.take("devices", _indices, ()),
+        segment=section.take("segment", _segment, config.segment),
+        weights_bytes=section.take("weights_bytes", size, 0),
+        kv_bytes=section.take("kv_bytes", size, 0),
+    )
+
+
+def _indices(value: Any) -> tuple[int, ...]:
+    values = [value] if isinstance(value, int) else value
+    if not isinstance(values, list):
+        raise ConfigError("expected a device index or a list of them")
+    return tuple(sorted({whole(0, 4095)(item) for item in values}))
+
+
+def _segment(value: Any) -> str:
+    name = text(value)
+    if "/" in name or name in {".", ".."} or len(name) > 64:
+        raise ConfigError(f"not a segment name: {name!r}", hint="at most 64 characters, none of them a slash")
+    return name
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        word = text(value)
+        if word not in words:
+            raise ConfigError(f"unknown word {word!r}", hint=did_you_mean(word, words))
+        return word
+
+    return parse
+
+
+def _instance_sections(top: Section) -> list[Section]:
+    listed = top.take("instances", _list, [])
+    return [Section(value, top.file, f"instances[{i}]") for i, value in enumerate(listed)]
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ConfigError("expected a list", hint="start each item with a dash")
+    return value
+
+
+def _instance(section: Section, base: GateConfig, shared: tuple[tuple[str, str], ...]) -> ModelConfig:
+    model = section.need("model", text)
+    name = section.take("name", text, model.rstrip("/").rpartition("/")[2])
+    engine = section.need("engine", text)
+    if engine != "vllm":
+        raise section.error("engine", f"{engine!r} is not supported", hint="kvgate starts vllm; name other engines under `models:`")
+    args = section.take("engine_args", _arguments, (), "args")
+    using_venv = section.take("using_venv", yes_no, section.has("venv_path"))
+    venv = section.take("venv_path", text, "")
+    if using_venv and not venv:
+        raise section.error("", "using_venv needs venv_path")
+    environment = (*shared, *section.take("kvcached_env", _assignments, ()), *section.take("engine_env", _assignments, ()))
+    port = section.take("port", _port, None)
+    instance = Instance(
+        name=name,
+        model=model,
+        args=args,
+        environment=environment,
+        venv=venv if using_venv else "",
+        command=section.take("command", texts, ()),
+        launcher=section.take("launcher", _one_of("subprocess", "tmux"), "subprocess"),
+        ready_timeout_s=section.take("ready_timeout_seconds", _positive, 900.0),
+        restart=section.take("restart", yes_no, True),
+        kvd_socket=section.take("kvd_socket", text, ""),
+    )
+    named = _port_argument(args, section)
+    if named is None and port is None:
+        raise section.error("", "no port", hint="give `port: N`, or `--port N` in engine_args")
+    if named is not None and port is not None and named != port:
+        raise section.error("port", f"differs from --port {named} in engine_args")
+    if named is None:
+        instance = replace(instance, args=(*args, "--port", str(port)))
+    config = ModelConfig(
+        name=model, endpoint=Endpoint("127.0.0.1", named or port or 0), segment=dict(environment).get("KVCACHED_IPC_NAME", "")
+    )
+    config = _settings(section, config, base)
+    section.finish()
+    return replace(config, instance=replace(instance, segment=config.segment))
+
+
+def _arguments(value: Any) -> tuple[str, ...]:
+    """Engine arguments: one string, or a list of strings, each split as a shell would."""
+    try:
+        return tuple(word for line in sections.texts(value) for word in shlex.split(line))
+    except ValueError as error:
+        raise ConfigError(f"cannot split the arguments: {error}") from None
+
+
+def _assignments(value: Any) -> tuple[tuple[str, str], ...]:
+    found = []
+    for item in texts(value):
+        name, sign, worth = item.partition("=")
+        if not sign or not name.isidentifier():
+            raise ConfigError(f"not an assignment: {item!r}", hint="write NAME=VALUE")
+        found.append((name, worth))
+    return tuple(found)
+
+
+def _port_argument(args: tuple[str, ...], section: Section) -> int | None:
+    for i, word in enumerate(args):
+        flag, sign, value = word.partition("=")
+        if flag == "--port":
+            value = value if sign else (args[i + 1] if i + 1 < len(args) else "")
+            if not value.isascii() or not value.isdecimal():
+                raise section.error("engine_args", f"--port {value!r} is not a port")
+            return _port(int(value))
+    return None
+
+
+def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
+    named: dict[str, ModelConfig] = {}
+    places: dict[str, str] = {}
+    for config in models:
+        if config.name in named:
+            raise ConfigError(
+                f"{file}: two models are named {config.name!r}", hint="one endpoint a model; replicas belong to a proxy"
+            )
+        where = config.endpoint.url.replace("//localhost:", "//127.0.0.1:")
+        if where in places:
+            raise ConfigError(f"{file}: {places[where]!r} and {config.name!r} share the endpoint {config.endpoint.url}")
+        named[config.name], places[where] = config, config.name
+    return named

@@ -1,0 +1,129 @@
+"""The gate's face: one ASGI app that guards, passes model requests on, and answers the rest itself.
+
+    request -> Guard (key, Host, Origin) -> a model path? -> Proxy
+                                         -> else           -> Starlette routes (management, /v1/models)
+
+Model requests skip Starlette's routing: they are nearly all there is, and one look into a set decides. Errors leave in
+OpenAI's shape on model paths and in the peer's shape on management paths; this module is where an error becomes bytes.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvgate.errors import BodyTooLarge, RequestError
+from kvgate.manage import Management, failed, json, retry_after
+from kvgate.proxy import ClientGone, Proxy, Scope, read_body
+
+if TYPE_CHECKING:
+    from kvgate.serve import Gate
+
+log = logging.getLogger("kvgate.front")
+
+MODEL_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/score",
+        "/v1/rerank",
+        "/v1/cache/prewarm",
+        "/tokenize",
+        "/detokenize",
+        "/classify",
+        "/pooling",
+    }
+)
+"""POST paths whose JSON body names a `model` and that an engine answers."""
+
+
+class Front:
+    """The ASGI app."""
+
+    def __init__(self, gate: "Gate", proxy: Proxy) -> None:
+        self._gate = gate
+        self._proxy = proxy
+        routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.model), *Management(gate).routes()]
+        self._rest = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RequestError: _request_error})
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            # Lifespan is served by serve.py itself; nothing here speaks WebSocket, and closing is how one says so.
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1003})
+            return
+        path: str = scope["path"]
+        model_path = path in MODEL_PATHS
+        inference = model_path or path.startswith("/v1/models")
+        try:
+            self._gate.guard.check(path, scope["headers"], inference=inference)
+            if model_path and scope["method"] == "POST":
+                await self._model_request(scope, receive, send)
+            else:
+                await self._rest(scope, receive, send)
+        except RequestError as error:
+            await _send(send, error, error.body() if inference else {"error": error.line})
+        except ClientGone:
+            pass
+
+    async def _model_request(self, scope: Scope, receive: Any, send: Any) -> None:
+        config = self._gate.config
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > config.max_body_bytes:
+                raise BodyTooLarge(f"the request body is longer than {config.max_body_bytes} bytes")
+        body = await read_body(receive, config.max_body_bytes, config.body_timeout_s)
+        await self._proxy.handle(scope, receive, send, body)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: the configured models, with what their engines say of them."""
+        return json({"object": "list", "data": [self._card(name) for name in self._gate.router.backends]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{model}"""
+        try:
+            return json(self._card(self._gate.router.find(request.path_params["model"]).name))
+        except RequestError as error:
+            return Response(msgspec.json.encode(error.body()), error.status, media_type="application/json")
+
+    def _card(self, name: str) -> dict[str, object]:
+        backend = self._gate.router.backends[name]
+        own = {"id": name, "object": "model", "created": int(self._gate.started_wall), "owned_by": "kvgate"}
+        return {**own, **backend.card, "state": backend.machine.state}
+
+
+async def _send(send: Any, error: RequestError, body: dict[str, object]) -> None:
+    data = msgspec.json.encode(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in retry_after(error).items()]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, BodyTooLarge):
+        # The rest of the body is not read, so this connection cannot carry another request.
+        headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: {request.method} {request.url.path[:200]}"
+    if request.url.path.startswith("/v1/"):
+        kind = "invalid_request_error"
+        return json(
+            {"error": {"message": text, "type": kind, "param": None, "code": "not_found"}},
+            error.status_code,
+            dict(error.headers or {}),
+        )
+    return json({"error": text}, error.status_code, dict(error.headers or {}))
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return failed(error)

@@ -1,0 +1,151 @@
+"""The life of `kvgate serve`: what starts in which order, what a signal does, what stops in which order.
+
+Start: configuration -> client -> traffic monitor -> sleep machines and router -> idle watch -> listener.
+Stop (SIGTERM, SIGINT): not ready -> no new connections -> requests in flight finish, up to the deadline (10 s) -> idle
+watch -> health watches and queues -> client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
+
+A reload that does not parse changes nothing and is reported. Host, port, limits of the server itself and the key file's
+place are read at start only; the keys in the file are read again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from kvgate import config as configuration
+from kvgate.config import GateConfig
+from kvgate.errors import ConfigError
+from kvgate.front import Front
+from kvgate.guard import Guard, KeyRing, is_loopback
+from kvgate.idle import IdleWatch
+from kvgate.proxy import Proxy, new_session
+from kvgate.publish import Publisher
+from kvgate.router import Reloaded, Router
+from kvgate.traffic import TrafficMonitor
+from kvtools.errors import KvError, Refused
+
+log = logging.getLogger("kvgate.serve")
+
+
+class Gate:
+    """Everything that runs in one `kvgate serve`. Made inside the running loop."""
+
+    def __init__(self, config: GateConfig) -> None:
+        self.config = config
+        self.started_wall = time.time()
+        self.draining = False
+        self.session = new_session()
+        self.traffic = TrafficMonitor()
+        self.router = Router(self.traffic, self.session)
+        self.idle = IdleWatch(self.router)
+        self.publisher = Publisher(self.router, config.path)
+        self.guard = _guard(config)
+        self.app = Front(self, Proxy(self.router, self.session, hide_credentials=config.api_keys is not None))
+
+    def start(self) -> None:
+        """Begin to watch engines and idle models."""
+        self.router.apply(self.config)
+        self.idle.start()
+        self.publisher.start()
+
+    def reload(self) -> Reloaded:
+        """Read the configuration again. Raises ConfigError and changes nothing when it cannot be meant."""
+        config = configuration.load(self.config.path)
+        guard = _guard(config)
+        done = self.router.apply(config)
+        self.config, self.guard = config, guard
+        log.info("reloaded: added %s, removed %s, changed %s", done.added, done.removed, done.changed)
+        return done
+
+    async def stop(self) -> None:
+        """Stop what `start` began, in the contract's order; requests have ended by now."""
+        await self.idle.stop()
+        await self.router.stop()
+        await self.publisher.stop()
+        await self.session.close()
+
+
+def _guard(config: GateConfig) -> Guard:
+    keys = KeyRing.load(config.api_keys) if config.api_keys else None
+    return Guard(keys, config.allowed_hosts, config.allowed_origins)
+
+
+def listen(config: GateConfig, *, allow_open: bool) -> socket.socket:
+    """The listening socket. Raises Refused off loopback without keys, ConfigError when the address is taken."""
+    if not is_loopback(config.host) and config.api_keys is None and not allow_open:
+        raise Refused(
+            f"{config.host} can be reached from other machines, and there are no API keys",
+            hint="set router.api_keys, or pass --allow-open to let everyone in",
+        )
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint="choose another --port") from None
+    sock.setblocking(False)
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: `serve` decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def new_server(gate: Gate) -> uvicorn.Server:
+    """The HTTP server in front of `gate`."""
+    return _Server(
+        uvicorn.Config(
+            gate.app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            limit_concurrency=gate.config.max_connections,
+            timeout_graceful_shutdown=max(1, int(gate.config.shutdown_timeout_s)),
+        )
+    )
+
+
+async def serve(config: GateConfig, sock: socket.socket) -> None:
+    """Serve until a signal says stop."""
+    gate = Gate(config)
+    server = new_server(gate)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.force_exit = gate.draining
+        gate.draining = server.should_exit = True
+
+    def reload() -> None:
+        try:
+            gate.reload()
+        except KvError as error:
+            log.error("not reloaded: %s %s", error.message, error.hint)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    gate.start()
+    host, port = sock.getsockname()[:2]
+    log.info("serving %d models on %s", len(config.models), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        gate.draining = True
+        await gate.stop()
