@@ -1,74 +1,166 @@
-"""`kvtools config`: the environment variables that the commands read, their values, and where each value came from.
+"""`kvtools config`: every setting of every command, its value here and now, and where the value came from.
 
-VARIABLES names them all, also those of the daemon and the connector: as data, since the core imports no front end. A test
-compares it with what the sources read. A variable that starts like ours and is not in the list does nothing, which is
-nearly always a slip of the pen: it is named on stderr with the nearest real one.
+Packages declare their settings (kvtools.config); SOURCES names those lists as strings, resolved when used, since the core
+imports no front end. Options that read a variable of their own are found in the Typer apps. A variable that starts like
+ours and that nothing reads is nearly always a slip of the pen: it is named on stderr with the nearest real one.
+
+Flags are not part of this: `kvd serve --show-config` shows them too.
 """
 
-import difflib
+import importlib
 import os
-import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app
+from typer._click.core import Command, Context
+from typer.core import TyperGroup
+
+from kvtools.cli import COMMANDS, DebugOption, JsonOption, VersionOption, load, new_app
+from kvtools.config import Setting, Value, resolve
+from kvtools.errors import UsageError
 from kvtools.output import emit, emit_json, note, printable, table
+from kvtools.units import format_size
 
-PREFIXES = ("KVD_", "KVTOOLS_", "KVGATE_", "INFERA_KVD_")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY")
-
-
-class Variable(NamedTuple):
-    """One variable: its name, who reads it, what it means, and what holds while it is not set."""
-
-    name: str
-    reader: str
-    help: str
-    default: str = "not set"
-
-
-VARIABLES = (
-    Variable("KVD_SOCKET", "kvd, connector, kvgate", "the daemon's socket", "/run/kvd/kvd.sock (root), $XDG_RUNTIME_DIR/kvd.sock"),
-    Variable("KVTOOLS_DEBUG", "all commands", "not empty: a traceback with an error"),
-    Variable("NO_COLOR", "all commands", "not empty: no colour"),
-    Variable("FORCE_COLOR", "all commands", "not empty: colour also without a terminal"),
+PREFIXES = ("KVD_", "KVTOOLS_", "KVTOP_", "KVCTL_", "KVDOCTOR_", "KVGATE_", "INFERA_KVD_")
+COMMON = (
+    Setting("debug", environment=("KVTOOLS_DEBUG",), help="not empty: a traceback with an error"),
+    Setting("no_color", environment=("NO_COLOR",), help="not empty: no colour"),
+    Setting("force_color", environment=("FORCE_COLOR",), help="not empty: colour also without a terminal"),
 )
+SOURCES = (
+    ("kvd serve", "kvd.service.settings:SETTINGS", ""),
+    ("vLLM connector", "kvd.connector.settings:SETTINGS", ""),
+    ("kvtop", "kvtop.settings:SETTINGS", "kvtop.settings:load"),
+)
+"""Who reads them, the list of settings, and the function that also reads the configuration file where there is one."""
+BESIDE = ("KVTOOLS_COMPLETE", "KVTOP_CONFIG", "INFERA_KVD_HIPFILE_ROOTS")
+"""Variables that are read and are no settings: the completion scripts' own, a file's name, what kvdoctor looks at."""
 
-app = new_app("What the environment sets for every command, and where each value came from.", callback=False)
+app = new_app("Every setting of every command, and where its value came from.", callback=False)
+
+
+class Row(NamedTuple):
+    """One setting as shown. `value` is None where the default is decided later; `error` says why a value cannot be meant."""
+
+    reader: str
+    setting: str
+    value: Any
+    origin: str
+    variables: tuple[str, ...]
+    help: str
+    error: str = ""
 
 
 @app.command()
 def config(json: JsonOption = False, debug: DebugOption = False, version: VersionOption = False) -> None:
-    """What the environment sets for every command, and where each value came from.
+    """Every setting of every command, its value here and now, and where the value came from.
 
-    The daemon's own settings, flags and files included, are shown by kvd serve --show-config.
+    Origins are env:NAME, file:PATH and default. Flags come on top: kvd serve --show-config shows them too.
     """
-    unread = unknown(os.environ)
+    rows = list(settings(os.environ))
+    unread = strangers(os.environ, rows)
     if json:
-        rows = [{**v._asdict(), "value": value(v, os.environ), "origin": origin(v, os.environ)} for v in VARIABLES]
-        emit_json("kvtools.config/1", {"variables": rows, "unread": [{"name": name, "near": near} for name, near in unread]})
-        return
-    lines = [(v.name, value(v, os.environ) or "-", origin(v, os.environ), v.reader, v.help) for v in VARIABLES]
-    for line in table(("VARIABLE", "VALUE", "FROM", "READ BY", "MEANING"), lines):
-        emit(line)
+        emit_json(
+            "kvtools.config/1",
+            {"settings": [row._asdict() for row in rows], "unread": [{"variable": name, "near": near} for name, near in unread]},
+        )
+    else:
+        lines = [(r.reader, r.setting, shown(r), r.origin, " ".join(r.variables[:1]) or "-", r.help) for r in rows]
+        for line in table(("READ BY", "SETTING", "VALUE", "FROM", "VARIABLE", "MEANING"), lines):
+            emit(line)
     for name, near in unread:
         note(f"kvtools: warning: {printable(name)} is set, and nothing reads it" + (f"; did you mean {near}?" if near else ""))
+    if wrong := next((row for row in rows if row.error), None):
+        raise UsageError(f"{wrong.reader}: {wrong.error}")
 
 
-def value(variable: Variable, environ: Mapping[str, str]) -> str:
-    """What holds: the variable's value (*** for a secret), else its default; empty where it is not set and has none."""
-    if variable.name in environ:
-        return "***" if SECRET.search(variable.name) else printable(environ[variable.name])
-    return "" if variable.default == "not set" else variable.default
+def settings(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Every setting: the common ones, the declared ones, and options with a variable."""
+    yield from _rows("all commands", COMMON, environ)
+    for reader, target, with_file in SOURCES:
+        declared = _named(target)
+        try:
+            values = _named(with_file)({}, environ) if with_file else {}
+        except UsageError as error:
+            yield Row(reader, "configuration", None, "file", (), "", error.message)
+            values = {}
+        yield from _rows(reader, declared, environ, values)
+    for script, target, _ in COMMANDS.values():
+        if script:
+            yield from _options(script, load(target), environ)
 
 
-def origin(variable: Variable, environ: Mapping[str, str]) -> str:
-    """Where the value came from: 'env' or 'default'."""
-    return "env" if variable.name in environ else "default"
+def _named(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
-def unknown(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+def _rows(
+    reader: str,
+    declared: "tuple[Setting, ...] | list[Setting]",
+    environ: Mapping[str, str],
+    values: Mapping[str, Value] | None = None,
+) -> Iterator[Row]:
+    for setting in declared:
+        error = ""
+        try:
+            found = (values or {}).get(setting.name) or resolve([setting], flags={}, environ=environ)[setting.name]
+        except UsageError as problem:
+            found, error = Value(None, "env"), problem.message
+        value = "***" if setting.secret and found.value is not None else found.value
+        yield Row(reader, setting.name, _plain(value), found.origin, setting.environment, setting.help, error)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else str(value)
+
+
+def _options(script: str, command: Command, environ: Mapping[str, str]) -> Iterator[Row]:
+    seen = set()
+    for path, option in _walk(command, ()):
+        names = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+        for name in names:
+            if name not in seen:
+                seen.add(name)
+                secret = bool(environ.get(name)) and "KEY" in name
+                value = "***" if secret else environ.get(name, option.default if _simple(option.default) else None)
+                origin = f"env:{name}" if name in environ else "default"
+                yield Row(" ".join([script, *path]), option.opts[0].lstrip("-"), value, origin, (name,), option.help or "")
+
+
+def _simple(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _walk(command: Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for option in command.params:
+        yield path, option
+    if isinstance(command, TyperGroup):
+        with Context(command) as context:
+            for name in command.list_commands(context):
+                below = command.get_command(context, name)
+                if below is not None:
+                    yield from _walk(below, (*path, name))
+
+
+def shown(row: Row) -> str:
+    """The value for people."""
+    if row.error:
+        return "?"
+    if row.value is None or row.value in ("", []):
+        return "-"
+    if row.setting.endswith("_bytes") and isinstance(row.value, int):
+        return format_size(row.value)
+    return printable(" ".join(map(str, row.value)) if isinstance(row.value, list) else str(row.value))
+
+
+def strangers(environ: Mapping[str, str], rows: list[Row]) -> list[tuple[str, str]]:
     """Variables that start like ours and that nothing reads, each with the nearest real name ('' where none is near)."""
-    known = [variable.name for variable in VARIABLES]
-    strangers = sorted(name for name in environ if name.startswith(PREFIXES) and name not in known)
-    return [(name, next(iter(difflib.get_close_matches(name, known, n=1)), "")) for name in strangers]
+    import difflib
+
+    known = [*(name for row in rows for name in row.variables), *BESIDE]
+    strange = sorted(name for name in environ if name.startswith(PREFIXES) and name not in known)
+    return [(name, next(iter(difflib.get_close_matches(name, known, n=1)), "")) for name in strange]
