@@ -131,7 +131,7 @@ class Operations:
         if length <= m.inline:
             store.index.touch_one(slot)
             return p.Leased(m.id, 0, b"\0" * 8, length.to_bytes(8, "little"), {0: bytes(store.arena.slice(offset, length))})
-        lease = store.pin(link.holder, np.array([slot], dtype=np.int64), store.monotonic() + LEASE_S)
+        lease = store.pin_one(link.holder, slot, store.monotonic() + LEASE_S)
         return p.Leased(m.id, lease.number, offset.to_bytes(8, "little"), length.to_bytes(8, "little"))
 
     async def _lease_from_tiers(self, link: Connection, m: p.Lease, slots: Slots) -> p.Answer:
@@ -318,10 +318,8 @@ class Operations:
             return _bad(m, f"unknown retention {m.retention}")
         store = self.store
         receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
-        reasons = [
-            store.commit(link.holder, serial, m.namespace, key, length, retention, m.expires_ns)
-            for serial, key, length in zip(m.serials, m.keys, m.lengths, strict=True)
-        ]
+        rows = zip(m.serials, m.keys, m.lengths, strict=True)
+        reasons = store.commit(link.holder, m.namespace, rows, retention, m.expires_ns)
         refusals = sum(map(bool, reasons))
         self.tiering.collected(refusals)
         ahead = store.reserve(link.holder, m.ahead, store.monotonic() + LEASE_S, ahead=True) if m.ahead else []

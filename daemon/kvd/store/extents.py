@@ -2,8 +2,12 @@
 
 Free runs of pages sit in bins by size: one bin a size below 16 pages, then eight bins a power of two (the two-level
 scheme of TLSF). A bit mask of non-empty bins finds the smallest bin whose every run is large enough in a few integer
-operations; neighbours merge at once through two dicts, run by first page and run by end. Every operation is O(1), and
-only free runs cost a Python object: a full arena of a million values costs nothing here.
+operations; neighbours merge through two dicts, run by first page and run by end. Every operation is O(1), and only free
+runs cost a Python object: a full arena of a million values costs nothing here.
+
+Merging is put off: a freed run first goes on the stack of its exact size, where the next value of that size finds it (the
+usual case: a host stores chunks of one or two sizes). Only when nothing fits are the stacks merged into the bins, each
+run once.
 
 The tail that was never lent (the wilderness) is kept apart and used last, so that a young daemon stays low in its memory
 and pages are faulted in from one end only.
@@ -18,7 +22,7 @@ _SCAN = 8  # runs looked at in the bin that may or may not hold one large enough
 
 def pages_of(length: int) -> int:
     """Pages that `length` bytes take; an empty value takes one, so that every value has an address."""
-    return max(1, length + PAGE - 1 >> 12)
+    return length + 4095 >> 12 or 1
 
 
 def _bin_of(pages: int) -> int:
@@ -41,12 +45,22 @@ class Extents:
         self._start: dict[int, int] = {}  # page after a free run -> its first page
         self._bins: list[dict[int, None]] = [{} for _ in range(_bin_of(max(pages, 1)) + 2)]
         self._mask = 0
+        self._stacks: dict[int, list[int]] = {}  # pages -> first pages of runs freed and not merged yet
+        self._unmerged = 0
 
     def alloc(self, pages: int) -> int | None:
         """First page of a run of `pages`, or None when no run is large enough."""
+        stack = self._stacks.get(pages)
+        if stack:
+            self.free_pages -= pages
+            self._unmerged -= 1
+            return stack.pop()
         if pages > self.free_pages:
             return None
         start = self._find(pages)
+        if start is None and self._unmerged and self.top + pages > self.pages:
+            self.merge()
+            start = self._find(pages)
         if start is not None:
             size = self._take(start)
             if size > pages:
@@ -60,8 +74,23 @@ class Extents:
         return start
 
     def free(self, start: int, pages: int) -> None:
-        """Give a run back; it merges with free neighbours."""
+        """Give a run back."""
         self.free_pages += pages
+        self._unmerged += 1
+        stack = self._stacks.get(pages)
+        if stack is None:
+            self._stacks[pages] = [start]
+        else:
+            stack.append(start)
+
+    def merge(self) -> None:
+        """Merge all freed runs with their neighbours."""
+        stacks, self._stacks, self._unmerged = self._stacks, {}, 0
+        for pages, starts in stacks.items():
+            for start in starts:
+                self._merge_one(start, pages)
+
+    def _merge_one(self, start: int, pages: int) -> None:
         before = self._start.get(start)
         if before is not None:
             pages += self._take(before)
@@ -76,11 +105,14 @@ class Extents:
 
     def runs(self) -> list[tuple[int, int]]:
         """All free runs below the wilderness as (first page, pages), for tests and the fragmentation figure."""
+        self.merge()
         return sorted(self._size.items())
 
     def largest(self) -> int:
-        """Pages of the largest run that `alloc` could give now."""
+        """Pages of the largest run that `alloc` could give now, of those merged so far."""
         tail = self.pages - self.top
+        if self._stacks:
+            tail = max(tail, *(pages for pages, starts in self._stacks.items() if starts), 0)
         if not self._mask:
             return tail
         return max(tail, *(self._size[start] for start in self._bins[self._mask.bit_length() - 1]))

@@ -31,6 +31,7 @@ ABSENT = 0
 
 Slots = npt.NDArray[np.int64]
 
+_ONE = np.uint32(1)
 _VICTIMS = 32  # a batch of victims is this part of its class
 _COLUMNS = {
     "start": np.uint32,  # first page in the arena
@@ -77,6 +78,7 @@ class Index:
         self.live = [0] * len(Retention)
         self._victims: list[deque[tuple[int, int]]] = [deque() for _ in Retention]
         self._barren = [False] * len(Retention)  # nothing to take in that class until something changes
+        self._any_barren = False
         self._expiries: list[tuple[int, int, int]] = []  # heap of (expiry, slot, tick of its start)
         self._born: dict[int, int] = {}  # slot -> tick of its start, of values with an expiry only
 
@@ -222,12 +224,12 @@ class Index:
         self._free.append(slot)
 
     def pin(self, slots: Slots) -> None:
-        """One more pin on each."""
-        np.add.at(self.pins, slots, 1)
+        """One more pin on each (one, also on a slot that is in there twice: `unpin` of the same slots takes off as many)."""
+        self.pins[slots] += _ONE
 
     def unpin(self, slots: Slots) -> list[int]:
         """One pin less on each; the GONE ones that nothing pins any more, to be freed by the caller."""
-        np.subtract.at(self.pins, slots, 1)
+        self.pins[slots] -= _ONE
         self.stir()
         if not self.gone:
             return []
@@ -236,7 +238,9 @@ class Index:
 
     def stir(self) -> None:
         """Something may be evictable that was not."""
-        self._barren = [False] * len(self._barren)
+        if self._any_barren:
+            self._any_barren = False
+            self._barren = [False] * len(self._barren)
 
     # ---- who goes first ----------------------------------------------------------------------------------------------
 
@@ -289,6 +293,7 @@ class Index:
         slots = np.flatnonzero(eligible)
         if not len(slots):
             self._barren[klass] = spare_dirty
+            self._any_barren = True
             return
         ticks = self.tick[slots]
         count = min(len(slots), max(64, len(slots) // _VICTIMS))

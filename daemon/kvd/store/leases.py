@@ -41,17 +41,16 @@ class Lent:
     offset: int
     length: int
     pages: int
-    deadline_s: float
-    quarantined: bool = False
+    quarantined: bool
 
 
 @dataclass(slots=True)
 class ReadLease:
-    """Slots pinned for one holder until released or `deadline_s` (monotonic)."""
+    """Slots pinned for one holder until released or `deadline_s` (monotonic). One slot is kept as a bare number."""
 
     number: int
     holder: Holder | None
-    slots: Slots
+    slots: Slots | int
     deadline_s: float
 
 
@@ -91,12 +90,12 @@ class Leases:
         self._number = 1
         self._serial = 1
         self._deadlines: list[tuple[float, int, bytes]] = []  # heap: (when, read lease number or 0, token or b"")
-        self._lent_deadlines: list[tuple[float, int, Holder]] = []
+        self._lent_deadlines: list[tuple[float, int, int, Holder]] = []  # heap: (when, first serial, how many, whose)
         self.revoked = 0
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def open_read(self, holder: Holder | None, slots: Slots, deadline_s: float) -> ReadLease:
+    def open_read(self, holder: Holder | None, slots: Slots | int, deadline_s: float) -> ReadLease:
         """A new read lease over slots that the caller has pinned."""
         number = self._number
         self._number += 1
@@ -142,14 +141,16 @@ class Leases:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def lend(self, holder: Holder, offset: int, length: int, pages: int, deadline_s: float) -> Lent:
-        """An extent is now `holder`'s to write."""
+    def lend(self, holder: Holder, extents: list[tuple[int, int, int]], deadline_s: float) -> list[Lent]:
+        """These extents (offset, length, pages) are now `holder`'s to write."""
         serial = self._serial
-        self._serial += 1
-        lent = Lent(serial, offset, length, pages, deadline_s)
-        holder.lent[serial] = lent
-        holder.lent_pages += pages
-        heapq.heappush(self._lent_deadlines, (deadline_s, serial, holder))
+        self._serial += len(extents)
+        lent = [Lent(serial + n, offset, length, pages, False) for n, (offset, length, pages) in enumerate(extents)]
+        for extent in lent:
+            holder.lent[extent.serial] = extent
+            holder.lent_pages += extent.pages
+        if lent:
+            heapq.heappush(self._lent_deadlines, (deadline_s, serial, len(lent), holder))
         return lent
 
     def take_back(self, holder: Holder, serial: int) -> Lent | None:
@@ -161,7 +162,7 @@ class Leases:
         if lent is None:
             return None
         holder.lent_pages -= lent.pages
-        if self.quarantine.pop(serial, None):
+        if lent.quarantined and self.quarantine.pop(serial, None) is not None:
             self.quarantine_pages -= lent.pages
         return lent
 
@@ -185,9 +186,10 @@ class Leases:
         for lease in dropped.leases:
             self.reads.pop(lease.number, None)
         while self._lent_deadlines and self._lent_deadlines[0][0] <= now_s:
-            _, serial, holder = heapq.heappop(self._lent_deadlines)
-            if serial in holder.lent:
-                self._isolate(holder, holder.lent[serial])
+            _, first, count, holder = heapq.heappop(self._lent_deadlines)
+            for serial in range(first, first + count):
+                if serial in holder.lent:
+                    self._isolate(holder, holder.lent[serial])
         return dropped
 
     def next_deadline(self) -> float | None:

@@ -10,7 +10,7 @@ counted as taken). Not thread-safe: the event loop owns it, and no method takes 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,40 +86,59 @@ class Store:
 
         `ahead` lends a bounded reserve for puts to come and evicts nothing that is still on its way to a tier.
         """
-        lent: list[Lent] = []
-        bound = min(self.arena.capacity // LEND_AHEAD_PART, LEND_AHEAD_BYTES) // PAGE
+        extents: list[tuple[int, int, int]] = []
+        bound = min(self.arena.capacity // LEND_AHEAD_PART, LEND_AHEAD_BYTES) // PAGE - holder.lent_pages
+        alloc = self.arena.alloc
         for size in sizes:
-            pages = pages_of(size)
-            if ahead and holder.lent_pages + pages > bound:
+            pages = size + 4095 >> 12 or 1
+            bound -= pages
+            if ahead and bound < 0:
                 break
-            offset = self._room(size)
+            offset = alloc(size)
             if offset is None:
-                break
-            lent.append(self.leases.lend(holder, offset, size, pages, deadline_s))
-        return lent
+                offset = self._room(size)
+                if offset is None:
+                    break
+            extents.append((offset, size, pages))
+        return self.leases.lend(holder, extents, deadline_s)
 
     def too_large(self, size: int) -> bool:
         """Whether no eviction could ever make room for a value of this size."""
         return pages_of(size) * PAGE > self.arena.capacity
 
     def commit(
-        self, holder: Holder, serial: int, namespace: bytes, key: bytes, length: int, retention: Retention, expires_ns: int
-    ) -> str:
-        """Make what was written to a lent extent visible; '' or the reason why it was refused (the extent is free then)."""
-        lent = self.leases.take_back(holder, serial)
-        if lent is None:
-            return self.counts.reject("lease_lost")
-        why = "lease_lost" if lent.quarantined else self.refusal(retention, expires_ns)
-        if not why and pages_of(length) > lent.pages:
-            why = "oversize"
-        if why:
-            self._free(lent.offset, lent.pages)
-            return self.counts.reject(why)
-        if lent.pages > (used := pages_of(length)):
-            self._free(lent.offset + used * PAGE, lent.pages - used)
-        self.arena.zero_slack(lent.offset, length)
-        self._insert(self.index.namespace(namespace), key, lent.offset, length, retention, expires_ns)
-        return ""
+        self,
+        holder: Holder,
+        namespace: bytes,
+        rows: Iterable[tuple[int, bytes, int]],
+        retention: Retention,
+        expires_ns: int,
+    ) -> list[str]:
+        """Make what was written to lent extents visible. `rows`: (serial, key, length) each.
+
+        One '' or reason for refusal a row; a refused row's extent is free.
+        """
+        space = self.index.namespace(namespace)
+        refusal = self.refusal(retention, expires_ns)
+        reasons = []
+        for serial, key, length in rows:
+            lent = self.leases.take_back(holder, serial)
+            if lent is None:
+                reasons.append(self.counts.reject("lease_lost"))
+                continue
+            pages = length + 4095 >> 12 or 1
+            why = "lease_lost" if lent.quarantined else "oversize" if pages > lent.pages else refusal
+            if why:
+                self._free(lent.offset, lent.pages)
+                reasons.append(self.counts.reject(why))
+                continue
+            if lent.pages > pages:
+                self._free(lent.offset + pages * PAGE, lent.pages - pages)
+            if length & 4095 or not length:
+                self.arena.zero_slack(lent.offset, length)
+            self._insert(space, key, lent.offset, length, retention, expires_ns)
+            reasons.append("")
+        return reasons
 
     def put_inline(self, namespace: bytes, key: bytes, data: bytes, retention: Retention, expires_ns: int) -> str:
         """Store a small value that came in a frame; '' or the reason why not."""
@@ -231,6 +250,12 @@ class Store:
         self.index.touch(slots)
         return self.leases.open_read(holder, slots, deadline_s)
 
+    def pin_one(self, holder: Holder, slot: int, deadline_s: float) -> ReadLease:
+        """`pin` for one slot."""
+        self.index.pins_of[slot] += 1
+        self.index.touch_one(slot)
+        return self.leases.open_read(holder, slot, deadline_s)
+
     def release(self, holder: Holder, number: int) -> bool:
         """End a read lease; False when it had ended already (revoked: what was read is void)."""
         lease = self.leases.close_read(number, holder)
@@ -239,8 +264,15 @@ class Store:
         self.unpin(lease.slots)
         return True
 
-    def unpin(self, slots: Slots) -> None:
+    def unpin(self, slots: Slots | int) -> None:
         """Take one pin off each; values deleted meanwhile are freed with their last pin."""
+        if isinstance(slots, int):
+            index = self.index
+            index.pins_of[slots] -= 1
+            index.stir()
+            if index.gone and index.state_of[slots] == GONE and not index.pins_of[slots]:
+                self._free_slot(slots)
+            return
         for slot in self.index.unpin(slots):
             self._free_slot(slot)
 

@@ -207,9 +207,11 @@ class Tiering:
             return None
         fetch = Fetch()
         batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
+        asked: set[bytes] = set()
         for i, (key, identity) in enumerate(zip(keys, identities, strict=True)):
-            if i not in where:
+            if i not in where or key in asked:
                 continue
+            asked.add(key)
             under_way = self._loading.get(identity)
             if under_way is not None and not under_way.void:
                 self._join(fetch, key, under_way)

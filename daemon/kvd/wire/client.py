@@ -17,39 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from kvd.errors import Disconnected, Draining, LeaseLost, NoRoom
-from kvd.store.extents import pages_of
+from kvd.errors import Disconnected, Draining, LeaseLost
 from kvd.store.identity import check_key, namespace_of
 from kvd.store.retention import Retention, expiry_ns
 from kvd.wire import protocol as p
-from kvd.wire.connection import Connection, default_socket
+from kvd.wire.connection import Connection, Waiter, default_socket
 from kvd.wire.leases import ReadLease, WriteLease
 from kvd.wire.mapping import flat
+from kvd.wire.putter import DURABILITY, Ahead, Buffer, PutResult, Putter, fill, split
 
 T = TypeVar("T")
-Buffer = object
-"""Anything with the buffer protocol."""
-
-WINDOW_BYTES = 64 << 20
-WINDOW_ITEMS = 4096
+GET_WINDOW = 128
+"""Keys a request of a long get: enough to drown the round trip, few enough to overlap it with the copying."""
 INLINE_FRAME = 1 << 20
-IDLE_S = 1.0
-DURABILITY = ("none", "group", "fsync")
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """What became of a put: truthy when stored. `reason` says why not; `durability` what it survives (none|group|fsync)."""
-
-    stored: bool
-    reason: str = ""
-    durability: str = "none"
-
-    def __bool__(self) -> bool:
-        return self.stored
-
-
-_STORED = PutResult(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +38,6 @@ class PrefixResult:
 
     length: int
     token: bytes | None = None
-
-
-class _Ahead:
-    """Extents lent ahead on one connection, by pages."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.extents: dict[int, list[tuple[int, int, float]]] = {}  # pages -> [(serial, offset, good until)]
-        self.used_s = 0.0
-        self.timer: threading.Timer | None = None
-
-    def take(self, pages: int, now: float) -> tuple[int, int] | None:
-        with self.lock:
-            self.used_s = now
-            ready = self.extents.get(pages)
-            while ready:
-                serial, offset, until = ready.pop()
-                if now < until:
-                    return serial, offset
-            return None
-
-    def put(self, sizes: Sequence[int], answer: p.Committed, until: float) -> None:
-        with self.lock:
-            for size, serial, offset in zip(sizes, answer.serials, answer.offsets, strict=False):
-                self.extents.setdefault(pages_of(size), []).append((serial, offset, until))
-
-    def give_back(self) -> list[int]:
-        with self.lock:
-            serials = [serial for ready in self.extents.values() for serial, _, _ in ready]
-            self.extents.clear()
-            return serials
 
 
 class Client:
@@ -105,7 +54,7 @@ class Client:
         self.namespace = namespace_of(namespace)
         self.timeout_s = timeout_s
         self._link: Connection | None = None
-        self._ahead = _Ahead()
+        self._ahead = Ahead()
         self._connecting = threading.Lock()
 
     # ---- connection --------------------------------------------------------------------------------------------------
@@ -118,7 +67,7 @@ class Client:
         with self._connecting:
             link = self._link
             if link is None or link.closed or link.pid != os.getpid():
-                self._ahead = _Ahead()
+                self._ahead = Ahead()
                 link = self._link = Connection(self.path, timeout_s=self.timeout_s)
             return link
 
@@ -140,9 +89,7 @@ class Client:
 
     def close(self) -> None:
         """Hang up: leases end, extents lent ahead go back. The next call connects anew."""
-        timer = self._ahead.timer
-        if timer is not None:
-            timer.cancel()
+        self._ahead.stop()
         link, self._link = self._link, None
         if link is not None:
             if serials := self._ahead.give_back():
@@ -192,10 +139,10 @@ class Client:
         expires = expiry_ns(ttl_s)
         wait_ms = self._wait_ms(wait)
         small = [i for i, view in enumerate(views) if len(view) <= p.INLINE_BYTES]
-        for batch in _split(small, views, INLINE_FRAME):
+        for batch in split(small, views, INLINE_FRAME):
             request = p.PutInline(0, space, [items[i][0] for i in batch], [bytes(views[i]) for i in batch], klass, expires, wait_ms)
             answer = self._again(lambda link, r=request: link.call(r, p.Committed, self._patience(wait_ms)), self._writer)  # type: ignore[misc]
-            _fill(results, batch, answer)
+            fill(results, batch, answer)
         large = [i for i, view in enumerate(views) if len(view) > p.INLINE_BYTES]
         if large:
             self._put_large(large, items, views, results, (space, klass, expires, wait_ms))
@@ -209,81 +156,16 @@ class Client:
         results: list[PutResult | None],
         how: tuple[bytes, int, int, int],
     ) -> None:
-        link = self._writer()
-        limit = link.welcome.arena_bytes
+        limit = self._writer().welcome.arena_bytes
         for i in order:
             if len(views[i]) > limit:
                 results[i] = PutResult(False, "too_large")
         left = [i for i in order if results[i] is None]
-        window = min(WINDOW_BYTES, max(1 << 20, limit // 4))
-        for batch in _split(left, views, window):
-            tries = 0
-            while batch:
-                try:
-                    batch = self._put_window(batch, items, views, results, how)
-                except (NoRoom, Draining) as error:
-                    reason = error.args[-1] if len(error.args) > 1 else "no_room"
-                    for i in batch:
-                        results[i] = PutResult(False, str(reason))
-                    break
-                except Disconnected:
-                    tries += 1
-                    if tries > 1:
-                        raise
-                    batch = [i for i in batch if results[i] is None]
-
-    def _put_window(
-        self,
-        batch: list[int],
-        items: Sequence[tuple[bytes, Buffer]],
-        views: list[memoryview],
-        results: list[PutResult | None],
-        how: tuple[bytes, int, int, int],
-    ) -> list[int]:
-        """Copy and commit as many of the batch as get room; returns those that are left."""
-        space, klass, expires, wait_ms = how
-        link = self._writer()
-        now = time.monotonic()
-        extents = [self._ahead.take(pages_of(len(views[i])), now) for i in batch]
-        lacking = [n for n, extent in enumerate(extents) if extent is None]
-        if lacking:
-            request = p.Reserve(0, [len(views[batch[n]]) for n in lacking], int(self.timeout_s * 900))
-            lent = link.call(request, p.Lent)
-            for n, serial, offset in zip(lacking, lent.serials, lent.offsets, strict=False):
-                extents[n] = (serial, offset)
-        ready = [(i, extent) for i, extent in zip(batch, extents, strict=True) if extent is not None]
-        for i, (_, offset) in ready:
-            link.mapping.copy_in(offset, views[i])
-        sizes = [len(views[i]) for i, _ in ready]
-        commit = p.Commit(
-            0, space, [e[0] for _, e in ready], sizes, [items[i][0] for i, _ in ready], klass, expires, wait_ms, sizes
-        )
-        asked = time.monotonic()
-        answer = link.call(commit, p.Committed, self._patience(wait_ms))
-        if answer.serials:
-            self._ahead.put(sizes, answer, asked + link.welcome.lease_s / 2)
-            self._watch_idle(link)
-        _fill(results, [i for i, _ in ready], answer)
-        for i, _ in ready:
-            result = results[i]
-            if result is not None and result.reason == "lease_lost":
-                results[i] = None  # the copy took longer than the lease: once more, from the start
-        done = {i for i, _ in ready if results[i] is not None}
-        return [i for i in batch if i not in done]
-
-    def _watch_idle(self, link: Connection) -> None:
-        ahead = self._ahead
-        if ahead.timer is None:
-            ahead.timer = threading.Timer(IDLE_S, self._idle, (link, ahead))
-            ahead.timer.daemon = True
-            ahead.timer.start()
-
-    def _idle(self, link: Connection, ahead: _Ahead) -> None:
-        ahead.timer = None
-        if time.monotonic() - ahead.used_s < IDLE_S:
-            self._watch_idle(link)
-        elif (serials := ahead.give_back()) and not link.closed:
-            link.tell(p.Abort(0, serials))
+        try:
+            Putter(self, self._writer(), items, views, results, how).run(left)
+        except Disconnected:
+            left = [i for i in left if results[i] is None]
+            Putter(self, self._writer(), items, views, results, how).run(left)
 
     def write(self, sizes: Sequence[int], *, timeout_s: float | None = None) -> WriteLease:
         """Room for these sizes, all of it. Raises NoRoom (too large, arena full of pinned or unwritten values)."""
@@ -313,7 +195,7 @@ class Client:
         request = p.Commit(0, self._space(namespace), serials, sizes, list(keys), klass, expiry_ns(ttl_s), wait_ms)
         results: list[PutResult | None] = [None] * len(keys)
         try:
-            _fill(results, range(len(keys)), link.call(request, p.Committed, self._patience(wait_ms)))
+            fill(results, range(len(keys)), link.call(request, p.Committed, self._patience(wait_ms)))
         except Disconnected:
             return [PutResult(False, "lease_lost")] * len(keys)
         except Draining:
@@ -356,44 +238,52 @@ class Client:
             check_key(key)
         space = self._space(namespace)
         values: list[bytes | None] = []
-        at, tries = 0, 0
-        while at < len(keys):
-            part = list(keys[at : at + WINDOW_ITEMS])
+        lost = 0
+        while len(values) < len(keys):
             try:
-                got = self._again(lambda link, k=part, a=at: self._copy_window(link, space, k, a, into))  # type: ignore[misc]
+                self._again(lambda link: self._copy_from(link, space, keys, values, into))
             except LeaseLost:
-                tries += 1
-                if tries > 1:
+                lost += 1
+                if lost > 2:
                     raise
-                continue
-            values += got
-            at += len(got)
         return values
 
-    def _copy_window(
+    def _copy_from(
         self,
         link: Connection,
         space: bytes,
-        keys: list[bytes],
-        at: int,
+        keys: Sequence[bytes],
+        values: list[bytes | None],
         into: tuple[list[memoryview], list[int | None]] | None,
-    ) -> list[bytes | None]:
-        lease = self._lease(link, space, keys, inline=p.INLINE_BYTES)
-        with lease:
-            if into is None:
-                copy = link.mapping.copy_out
-                return [
-                    None if view is None else view.obj if isinstance(view.obj, bytes) else copy(offset, length)
-                    for view, offset, length in zip(lease.views, lease.offsets, lease.lengths, strict=False)
-                ]
-            import numpy as np
+    ) -> None:
+        """Copy window by window; the next one is asked for before this one is copied, so that both sides are busy."""
 
-            targets, lengths = into
-            for n, view in enumerate(lease.views[: lease.served], at):
-                if view is not None and len(view) <= len(targets[n]):
-                    np.copyto(np.frombuffer(targets[n], dtype=np.uint8)[: len(view)], np.frombuffer(view, dtype=np.uint8))
-                    lengths[n] = len(view)
-            return [None] * lease.served
+        def ask(at: int) -> tuple[p.Lease, Waiter, float] | None:
+            part = list(keys[at : at + GET_WINDOW])
+            if not part:
+                return None
+            since = time.monotonic()
+            request = p.Lease(0, space, part, int(self.timeout_s * 900), p.INLINE_BYTES)
+            return request, link.submit(request), since
+
+        asked = ask(len(values))
+        while asked is not None:
+            request, waiter, since = asked
+            asked = None
+            lease = ReadLease(link, since, len(request.keys), link.wait(waiter, request, p.Leased))
+            # A window cut short for lack of room wants its own room back before the next is asked for.
+            if lease.complete:
+                asked = ask(len(values) + lease.served)
+            try:
+                with lease:
+                    got = _copy(link, lease, len(values), into)
+                values += got
+            except BaseException:
+                if asked is not None:
+                    link.forget(asked[0])
+                raise
+            if asked is None and len(values) < len(keys):
+                asked = ask(len(values))
 
     def _lease(
         self, link: Connection, space: bytes, keys: list[bytes], *, inline: int = 0, timeout_s: float | None = None
@@ -466,25 +356,29 @@ class Client:
         return time.perf_counter() - start
 
 
-def _split(order: Sequence[int], views: Sequence[memoryview], limit: int) -> list[list[int]]:
-    """`order` in runs of at most `limit` bytes and WINDOW_ITEMS items, at least one item each."""
-    batches: list[list[int]] = []
-    size = 0
-    for i in order:
-        length = len(views[i])
-        if not batches or (size + length > limit and batches[-1]) or len(batches[-1]) >= WINDOW_ITEMS:
-            batches.append([])
-            size = 0
-        batches[-1].append(i)
-        size += length
-    return batches
+def _copy(
+    link: Connection, lease: ReadLease, at: int, into: tuple[list[memoryview], list[int | None]] | None
+) -> list[bytes | None]:
+    """Copies of a window's values; or, with `into`, Nones, and the values in the buffers from position `at` on."""
+    rows = zip(lease.offsets, lease.lengths, strict=True)
+    mapping = link.mapping
+    if into is None:
+        inline = lease.inline
+        return [
+            None if offset == p.MISSING else small if (small := inline(i)) is not None else mapping.copy_out(offset, length)
+            for i, (offset, length) in enumerate(rows)
+        ]
+    targets, lengths = into
+    for i, (offset, length) in enumerate(rows):
+        target = targets[at + i]
+        if offset != p.MISSING and length <= len(target):
+            small = lease.inline(i)
+            if small is not None:
+                target[:length] = small
+            else:
+                mapping.copy_to(offset, length, target)
+            lengths[at + i] = length
+    return [None] * lease.served
 
 
-def _fill(results: list[PutResult | None], batch: Sequence[int], answer: p.Committed) -> None:
-    stored = _STORED if not answer.durability else PutResult(True, "", DURABILITY[answer.durability])
-    if not answer.reasons:
-        for i in batch:
-            results[i] = stored
-        return
-    for i, reason in zip(batch, answer.reasons, strict=True):
-        results[i] = PutResult(False, reason) if reason else stored
+__all__ = ["DURABILITY", "Client", "PrefixResult", "PutResult"]

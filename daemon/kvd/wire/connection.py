@@ -85,24 +85,36 @@ class Connection:
 
     def call(self, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
         """Send a request and return its answer. Raises DeadlinePassed, Disconnected, or what the daemon answered."""
-        timeout = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout
+        return self.wait(self.submit(request), request, kind, timeout_s)
+
+    def submit(self, request: p.Request) -> Waiter:
+        """Send a request whose answer `wait` will return: in between, the caller may do something else."""
         waiter = Waiter()
         with self._state:
             if self.closed:
                 raise Disconnected(f"the daemon at {self.path} is gone")
-            number = request.id = self._next_id
+            request.id = self._next_id
             self._next_id += 1
-            self._waiters[number] = waiter
-            leads = not self._read_by_someone
-            self._read_by_someone = True
+            self._waiters[request.id] = waiter
         try:
             self._send(request)
-            answer = self._lead(number, waiter, deadline) if leads else self._follow(number, waiter, deadline)
         except BaseException:
-            with self._state:
-                self._waiters.pop(number, None)
-            if leads or waiter.leads:
+            self.forget(request)
+            raise
+        return waiter
+
+    def wait(self, waiter: Waiter, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
+        """The answer to a submitted request."""
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        with self._state:
+            leads = not waiter.leads and waiter.answer is None and not self._read_by_someone and not self.closed
+            if leads:
+                waiter.leads = self._read_by_someone = True
+        try:
+            answer = self._lead(waiter, deadline) if leads else self._follow(request.id, waiter, deadline)
+        except BaseException:
+            self.forget(request)
+            if waiter.leads:
                 self._pass_on()
             raise
         if isinstance(answer, kind):
@@ -110,6 +122,15 @@ class Connection:
         if isinstance(answer, p.Failed):
             raise _error(answer, self.path)
         raise ProtocolError(f"the daemon answered {type(request).__name__} with {type(answer).__name__}")
+
+    def forget(self, request: p.Request) -> None:
+        """Nobody waits for this answer any more; what comes with it is given back when it comes."""
+        with self._state:
+            waiter = self._waiters.pop(request.id, None)
+        if waiter is None:
+            return
+        if waiter.answer is not None:
+            self._orphan(waiter.answer)
 
     def tell(self, request: p.Request) -> None:
         """Send a request that has no answer (id 0). A lost connection is no error: what it was about ended with it."""
@@ -132,7 +153,7 @@ class Connection:
             self.close()
             raise Disconnected(f"the daemon at {self.path} is gone: {error.strerror or error}") from None
 
-    def _lead(self, number: int, waiter: Waiter, deadline: float) -> p.Answer:
+    def _lead(self, waiter: Waiter, deadline: float) -> p.Answer:
         """Read frames until ours is there; then let somebody else read."""
         while waiter.answer is None:
             for answer in self._receive(deadline):
@@ -158,7 +179,7 @@ class Connection:
         if waiter.answer is not None:
             return waiter.answer
         if waiter.leads:
-            return self._lead(number, waiter, deadline)
+            return self._lead(waiter, deadline)
         raise Disconnected(f"the daemon at {self.path} is gone")
 
     def _pass_on(self) -> None:

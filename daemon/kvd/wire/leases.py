@@ -5,6 +5,7 @@ request was sent, so this side's clock runs out first, and whoever copies can ch
 that the bytes were pinned all the while: `check`. Leaving the context checks too.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ReadLease:
-    """Values pinned in the arena. `views` has one read-only memoryview a key, None where there is none, in key order.
+    """Values pinned in the arena: `views`, in key order, or offsets and lengths in the arena (MISSING where there is none).
 
     `complete` is False when the arena had no room to bring up the rest from a tier: ask again for those after releasing.
     """
@@ -30,17 +31,26 @@ class ReadLease:
         self._link = link
         self._number = answer.lease
         self._until = asked_s + link.welcome.lease_s
-        self.offsets = np.frombuffer(answer.offsets, dtype="<u8").tolist()
+        self._inline = answer.inline or {}
+        self.offsets: list[int] = np.frombuffer(answer.offsets, dtype="<u8").tolist()
         self.lengths: list[int] = np.frombuffer(answer.lengths, dtype="<u8").tolist()
-        self.complete = len(self.offsets) >= keys
-        inline = answer.inline or {}
-        view = link.mapping.read_view
-        self.views: list[memoryview | None] = [
+        self.keys = keys
+        self.served = len(self.offsets)
+        self.complete = self.served >= keys
+
+    @functools.cached_property
+    def views(self) -> list[memoryview | None]:
+        """One read-only view a key, None where there is none. Made when first asked for."""
+        view, inline = self._link.mapping.read_view, self._inline
+        made: list[memoryview | None] = [
             memoryview(inline[i]) if i in inline else None if offset == p.MISSING else view[offset : offset + length]
             for i, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True))
         ]
-        self.served = len(self.views)
-        self.views += [None] * (keys - self.served)
+        return made + [None] * (self.keys - self.served)
+
+    def inline(self, i: int) -> bytes | None:
+        """The value itself where it came in the frame."""
+        return self._inline.get(i)
 
     @property
     def valid(self) -> bool:

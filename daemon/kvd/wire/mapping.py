@@ -56,6 +56,13 @@ class Mapping:
         np.copyto(target, self.read_bytes[offset : offset + length])
         return result
 
+    def copy_to(self, offset: int, length: int, target: memoryview) -> None:
+        """Copy the bytes there into `target`, which has room for them."""
+        if length <= _LARGE:
+            target[:length] = self.read_view[offset : offset + length]
+        else:
+            np.copyto(np.frombuffer(target, dtype=np.uint8)[:length], self.read_bytes[offset : offset + length])
+
     def copy_in(self, offset: int, data: memoryview) -> None:
         """Copy bytes in; large ones without holding the GIL."""
         length = len(data)
