@@ -126,6 +126,11 @@ def run(prog: str, target: str, args: list[str] | None = None) -> NoReturn:
     sys.exit(_run(prog, target, words))
 
 
+def run_words(prog: str, target: str, words: list[str]) -> int:
+    """As `run`, but return the exit status: for a shell, whose every line is a command."""
+    return _run(prog, target, words)
+
+
 def _run(prog: str, target: str, words: list[str]) -> int:
     global _debug
     _debug = bool(os.environ.get("KVTOOLS_DEBUG"))

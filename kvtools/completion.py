@@ -88,14 +88,20 @@ def completion(
 def answer(command: Command, prog: str, words: list[str]) -> None:
     """Print what may stand in place of the last of `words`: the line so far, cut at the cursor."""
     *before, typed = words or [""]
-    try:
-        context = _resolve_context(command, {}, prog, before)
-        thing, typed = _resolve_incomplete(context, before, typed)
-        items: list[CompletionItem] = thing.shell_complete(context, typed)
-    except ClickException:
-        return  # the line is wrong already: there is nothing to offer
+    items = items_for(command, prog, before, typed)
     if any(item.type in {"file", "dir"} for item in items):
         emit(FILES)
         return
     for item in items:
         emit(f"{printable(item.value)}\t{printable((item.help or '').replace(chr(10), ' '))}")
+
+
+def items_for(command: Command, prog: str, before: list[str], typed: str) -> list[CompletionItem]:
+    """What may stand in place of `typed` after the words `before`; nothing where the line is wrong already."""
+    try:
+        context = _resolve_context(command, {}, prog, before)
+        thing, typed = _resolve_incomplete(context, before, typed)
+        items: list[CompletionItem] = thing.shell_complete(context, typed)
+    except ClickException:
+        return []
+    return items

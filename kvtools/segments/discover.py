@@ -13,26 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvtools.errors import KvError, NotFound, Unreachable
+from kvtools.errors import KvError, NotFound
 from kvtools.segments import pool, stats
 from kvtools.segments.files import LOCK_TIMEOUT_S, SHM, SIDECAR_SUFFIX, STATS_PREFIX, held_for_life
-from kvtools.segments.owner import Owner, read_owner
+from kvtools.segments.owner import PoolState, State, judge, read_owner
 
-State = Literal["live", "stale", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolState:
-    """A pool segment, its owner if it says one, whether that lives, and why we think so."""
-
-    reading: pool.PoolReading
-    owner: Owner | None
-    state: State
-    evidence: str
-
-    @property
-    def name(self) -> str:
-        return self.reading.name
+__all__ = ["Found", "Leftover", "PoolState", "Problem", "State", "StatsState", "judge", "look"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +79,6 @@ def look(root: Path = SHM, *, timeout_s: float = LOCK_TIMEOUT_S) -> Found:
     _look_at_stats(root, found)
     _look_for_orphans(root, found)
     return found
-
-
-def judge(reading: pool.PoolReading, *, root: Path = SHM) -> PoolState:
-    """Whether the pool's owner lives, from its sidecar's life lock alone."""
-    try:
-        owner = read_owner(reading.name, root=root)
-    except Unreachable as error:
-        return PoolState(reading, None, "unknown", f"its owner file cannot be read: {error.message}")
-    if owner is None:
-        return PoolState(reading, None, "unknown", "no owner file: the engine that made it does not say whether it lives")
-    if owner.alive:
-        return PoolState(reading, owner, "live", "its owner holds the lock on its owner file")
-    return PoolState(reading, owner, "stale", f"nobody holds the lock on its owner file; recorded owner: {owner.story}")
 
 
 def _look_at_stats(root: Path, found: Found) -> None:

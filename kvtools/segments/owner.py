@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from kvtools.errors import KvError, NotFound, Refused, TimedOut, Unreachable, UsageError
 from kvtools.output import printable
@@ -114,6 +114,35 @@ class Owner:
         return process_story(self.pid, self.pid_start, self.pid_namespace) if self.pid else "no pid recorded"
 
 
+State = Literal["live", "stale", "unknown"]
+
+
+class PoolState(NamedTuple):
+    """A pool segment, its owner if it says one, whether that lives ("live", "stale", "unknown"), and why we think so."""
+
+    reading: pool.PoolReading
+    owner: Owner | None
+    state: State
+    evidence: str
+
+    @property
+    def name(self) -> str:
+        return self.reading.name
+
+
+def judge(reading: pool.PoolReading, *, root: Path = SHM) -> PoolState:
+    """Whether the pool's owner lives, from its sidecar's life lock alone. Raises nothing: what cannot be read is "unknown"."""
+    try:
+        owner = read_owner(reading.name, root=root)
+    except Unreachable as error:
+        return PoolState(reading, None, "unknown", f"its owner file cannot be read: {error.message}")
+    if owner is None:
+        return PoolState(reading, None, "unknown", "no owner file: the engine that made it does not say whether it lives")
+    if owner.alive:
+        return PoolState(reading, owner, "live", "its owner holds the lock on its owner file")
+    return PoolState(reading, owner, "stale", f"nobody holds the lock on its owner file; recorded owner: {owner.story}")
+
+
 def sidecar_name(name: str) -> str:
     """The file name of pool `name`'s sidecar. Raises UsageError when it would be too long."""
     if len(os.fsencode(check_name(name))) + len(SIDECAR_SUFFIX) > MAX_NAME_BYTES:
@@ -179,10 +208,11 @@ def change_limit(
         os.close(fd)
 
 
-def remove_stale(name: str, *, root: Path = SHM) -> bool:
+def remove_stale(name: str, *, root: Path = SHM, before: Callable[[], object] | None = None) -> bool:
     """Remove the sidecar of pool `name` if nobody owns it; False when its owner lives, or there is none.
 
     The life lock is taken for the removal, so an engine starting at this moment either owns the file first or makes a new one.
+    `before` runs once the lock is won (to remove the pool itself); an error it raises leaves the sidecar there.
     """
     side = sidecar_name(name)
     try:
@@ -192,6 +222,8 @@ def remove_stale(name: str, *, root: Path = SHM) -> bool:
     try:
         if not lock_for_life(fd) or not still_named(fd, root / side):
             return False
+        if before is not None:
+            before()
         (root / side).unlink()
         return True
     except OSError as error:

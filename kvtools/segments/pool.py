@@ -18,10 +18,10 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvtools.errors import KvError, NotFound, TimedOut, Unreachable, UsageError
 from kvtools.output import printable
@@ -45,6 +45,8 @@ WORDS = struct.Struct("=qqq")
 LIMIT_WORD = struct.Struct("=q")
 USAGE_WORDS = struct.Struct("=qq")
 SIZE = WORDS.size
+
+# Records here are named tuples where nothing more is needed: a dataclass costs every start of kvctl half a millisecond.
 
 
 class Changed(KvError):
@@ -88,24 +90,21 @@ class PoolReading:
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolProblem:
+class PoolProblem(NamedTuple):
     """A file that has a pool segment's size but could not be read: its name, and why."""
 
     name: str
     error: KvError
 
 
-@dataclass(frozen=True, slots=True)
-class PoolListing:
+class PoolListing(NamedTuple):
     """Every pool segment of a folder, by name, and those that could not be read."""
 
-    pools: list[PoolReading] = field(default_factory=list)
-    unreadable: list[PoolProblem] = field(default_factory=list)
+    pools: list[PoolReading]
+    unreadable: list[PoolProblem]
 
 
-@dataclass(frozen=True, slots=True)
-class LimitChange:
+class LimitChange(NamedTuple):
     """The same segment before and after a limit was written, both read under one exclusive lock."""
 
     before: PoolReading
@@ -218,7 +217,7 @@ def list_pools(root: Path = SHM, *, timeout_s: float = LOCK_TIMEOUT_S, clock: Ca
     What is not a segment is passed over in silence; a file that looks like one but cannot be opened, or stays locked, is
     reported in `unreadable`. `timeout_s` bounds the whole call, not each file: one stuck engine delays a listing once.
     """
-    listing = PoolListing()
+    listing = PoolListing([], [])
     deadline = clock() + timeout_s
     for name in candidates(root):
         try:

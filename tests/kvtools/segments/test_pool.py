@@ -92,7 +92,7 @@ def test_other_sizes_are_refused_by_name_and_not_listed(tmp_path: Path, size: in
     with pytest.raises(Unreachable):
         pool.remove("x", root=tmp_path)
     assert (tmp_path / "x").read_bytes() == bytes(size)
-    assert pool.list_pools(tmp_path) == pool.PoolListing()
+    assert pool.list_pools(tmp_path) == pool.PoolListing([], [])
 
 
 @given(words=st.tuples(*[st.integers(-(2**63), 2**63 - 1) | st.integers(-5, 5) | st.just(2**50) | st.just(2**50 - 1)] * 3))
@@ -106,7 +106,7 @@ def test_words_out_of_range_are_no_segment(tmp_path_factory: pytest.TempPathFact
     else:
         with pytest.raises(Unreachable, match="not a pool segment"):
             pool.read_pool("x", root=root)
-        assert pool.list_pools(root) == pool.PoolListing()
+        assert pool.list_pools(root) == pool.PoolListing([], [])
 
 
 @given(data=st.binary(max_size=64))
