@@ -53,13 +53,7 @@ def _singles(client: "Client", floor: Floor, *, quick: bool) -> Iterator[Result]
     assert client.put(key, source.data)
     least = median_of(lambda: floor.ask(Echo()), rounds=rounds) + median_of(lambda: np.copyto(target, source), rounds=rounds)
 
-    def get() -> None:
-        with client.read([key]) as held:
-            (view,) = held.views
-            assert view is not None
-            np.copyto(target, np.frombuffer(view, np.uint8))
-
-    for name, job, budget in (("get", get, 1.5), ("put", lambda: client.put(next(turn), source.data), 2.0)):
+    for name, job, budget in (("get", lambda: client.get(key), 1.5), ("put", lambda: client.put(next(turn), source.data), 2.0)):
         took = median_of(job, rounds=rounds)
         yield Result(
             f"single.{name}.{VALUE}", f"single {name} of 64 KiB, p50", took, "s", least, took / least, budget, at_most=True

@@ -29,6 +29,8 @@ log = logging.getLogger("kvd.operations")
 
 LEASE_S = 30.0
 """How long a lease lasts unless renewed or released; also the most that a token may ask for."""
+BRIEF_S = 0.5
+"""A lease asked for no longer than this may be left to run out; who needs room waits for it."""
 INLINE_TOTAL = 1 << 20
 RESULT = p.Answer | Awaitable[p.Answer] | None
 
@@ -131,7 +133,7 @@ class Operations:
         if length <= m.inline:
             store.index.touch_one(slot)
             return p.Leased(m.id, 0, b"\0" * 8, length.to_bytes(8, "little"), {0: bytes(store.arena.slice(offset, length))})
-        lease = store.pin_one(link.holder, slot, store.monotonic() + LEASE_S)
+        lease = store.pin_one(link.holder, slot, self._until(m))
         return p.Leased(m.id, lease.number, offset.to_bytes(8, "little"), length.to_bytes(8, "little"))
 
     async def _lease_from_tiers(self, link: Connection, m: p.Lease, slots: Slots) -> p.Answer:
@@ -172,8 +174,18 @@ class Operations:
             pinned[small] = False
         number = 0
         if pinned.any():
-            number = store.pin(link.holder, slots[pinned], store.monotonic() + LEASE_S).number
+            number = store.pin(link.holder, slots[pinned], self._until(m)).number
         return p.Leased(m.id, number, offsets.tobytes(), lengths.tobytes(), inline)
+
+    def _until(self, m: p.Lease | p.Claim) -> float:
+        """When a new read lease ends by itself."""
+        now = self.store.monotonic()
+        if isinstance(m, p.Lease) and m.hold_ms > 0:
+            until = now + min(m.hold_ms / 1000, LEASE_S)
+            leases = self.store.leases
+            leases.brief_until_s = max(leases.brief_until_s, min(until, now + BRIEF_S))
+            return until
+        return now + LEASE_S
 
     def release(self, link: Connection, m: p.Release) -> RESULT:
         for number in m.leases:
@@ -281,19 +293,25 @@ class Operations:
         lent = self.store.reserve(link.holder, m.sizes, self.store.monotonic() + LEASE_S)
         if len(lent) == len(m.sizes) or (lent and m.partial):
             return _lent(m.id, lent)
-        if m.timeout_ms > 0 and self.tiering.pending():
+        if m.timeout_ms > 0 and self._room_may_come():
             return self._reserve_slowly(link, m, lent)
         return self._no_room(link, m, lent, "no_room")
+
+    def _room_may_come(self) -> bool:
+        """Values are on their way to a tier that works, or brief leases are about to end."""
+        return self.tiering.pending() or self.store.monotonic() < self.store.leases.brief_until_s + 0.1
 
     async def _reserve_slowly(self, link: Connection, m: p.Reserve, lent: list[LentExtent]) -> p.Answer:
         """No room now, but values on their way to a tier: wait for that, up to the client's deadline (I5)."""
         deadline = asyncio.get_running_loop().time() + m.timeout_ms / 1000
         try:
             while len(lent) < len(m.sizes) and not (lent and m.partial):
-                if not await self.tiering.wait_for_room(deadline):
+                if asyncio.get_running_loop().time() >= deadline:
                     return self._no_room(link, m, lent, "busy")
+                await self.tiering.wait_for_room(min(deadline, asyncio.get_running_loop().time() + 0.05))
+                self.store.tick()
                 lent += self.store.reserve(link.holder, m.sizes[len(lent) :], self.store.monotonic() + LEASE_S)
-                if len(lent) < len(m.sizes) and not self.tiering.pending() and not (lent and m.partial):
+                if len(lent) < len(m.sizes) and not self._room_may_come() and not (lent and m.partial):
                     return self._no_room(link, m, lent, "no_room")
         except asyncio.CancelledError:
             for extent in lent:

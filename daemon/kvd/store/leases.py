@@ -92,6 +92,8 @@ class Leases:
         self._deadlines: list[tuple[float, int, bytes]] = []  # heap: (when, read lease number or 0, token or b"")
         self._lent_deadlines: list[tuple[float, int, int, Holder]] = []  # heap: (when, first serial, how many, whose)
         self.revoked = 0
+        self.brief_until_s = 0.0
+        """When the last brief lease will have ended: whoever needs room may wait for that."""
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 

@@ -24,12 +24,14 @@ from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter, default_socket
 from kvd.wire.leases import ReadLease, WriteLease
 from kvd.wire.mapping import flat
-from kvd.wire.putter import DURABILITY, Ahead, Buffer, PutResult, Putter, fill, split
+from kvd.wire.putter import DURABILITY, Ahead, Buffer, PutResult, Putter, fill, put_one, split
 
 T = TypeVar("T")
 GET_WINDOW = 128
 """Keys a request of a long get: enough to drown the round trip, few enough to overlap it with the copying."""
 INLINE_FRAME = 1 << 20
+HOLD_MS = 250
+"""The lease of a single get: long enough for its copy, short enough to be left to run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Client:
         connect = connect or self.connect
         try:
             return work(connect())
-        except Disconnected:
+        except Disconnected:  # found again, or Unavailable
             return work(connect())
 
     def close(self) -> None:
@@ -118,6 +120,12 @@ class Client:
         namespace: str | bytes | None = None,
     ) -> PutResult:
         """Store one value. `wait="tier"` answers when the tiers have it, with the weakest durability reached."""
+        if not wait and ttl_s is None:
+            view = flat(data)
+            if len(view) > p.INLINE_BYTES:
+                result = put_one(self, self._writer(), check_key(key), view, self._space(namespace), Retention.of(retention))
+                if result is not None:
+                    return result
         return self.put_many([(key, data)], retention=retention, ttl_s=ttl_s, wait=wait, namespace=namespace)[0]
 
     def put_many(
@@ -214,7 +222,11 @@ class Client:
 
     def get(self, key: bytes, *, namespace: str | bytes | None = None) -> bytes | None:
         """A copy of the value, or None."""
-        return self.get_many([key], namespace=namespace)[0]
+        request = p.Lease(0, self._space(namespace), [check_key(key)], int(self.timeout_s * 900), p.INLINE_BYTES, HOLD_MS)
+        try:
+            return self._again(lambda link: _get_one(link, request))
+        except LeaseLost:
+            return self.get_many([key], namespace=namespace)[0]
 
     def get_many(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bytes | None]:
         """Copies of the values, None where there is none; in windows, so that the arena's size does not matter."""
@@ -354,6 +366,23 @@ class Client:
         start = time.perf_counter()
         link.call(p.Ping(0), p.Done)
         return time.perf_counter() - start
+
+
+def _get_one(link: Connection, request: p.Lease) -> bytes | None:
+    """A get of one key: the same as a window of one, without its bookkeeping."""
+    asked = time.monotonic()
+    answer = link.call(request, p.Leased)
+    if answer.inline:
+        return answer.inline[0]
+    offset = int.from_bytes(answer.offsets, "little")
+    if offset == p.MISSING:
+        return None
+    value = link.mapping.copy_out(offset, int.from_bytes(answer.lengths, "little"))
+    pinned = time.monotonic() < asked + HOLD_MS / 1000 and link.alive()
+    link.release_soon(answer.lease)
+    if not pinned:
+        raise LeaseLost("the lease ended while its bytes were being read")
+    return value
 
 
 def _copy(

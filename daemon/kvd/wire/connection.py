@@ -25,6 +25,7 @@ from kvd.wire import protocol as p
 from kvd.wire.mapping import Mapping
 
 _RECEIVE = 256 << 10
+_RELEASES = 16
 _TIMEVAL = struct.Struct("qq")
 _ERRORS: dict[str, type[KvdError]] = {
     "no_room": NoRoom,
@@ -80,28 +81,44 @@ class Connection:
         self._waiters: dict[int, Waiter] = {}
         self._read_by_someone = False
         self._next_id = 1
+        self._to_release: list[int] = []
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def call(self, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
         """Send a request and return its answer. Raises DeadlinePassed, Disconnected, or what the daemon answered."""
-        return self.wait(self.submit(request), request, kind, timeout_s)
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        waiter = Waiter()
+        with self._state:
+            self._register(request, waiter)
+            leads = not self._read_by_someone
+            if leads:
+                waiter.leads = self._read_by_someone = True
+        try:
+            self._send(request)
+        except BaseException:
+            self._give_up(request, waiter)
+            raise
+        return self._answer(waiter, request, kind, deadline, leads)
 
     def submit(self, request: p.Request) -> Waiter:
         """Send a request whose answer `wait` will return: in between, the caller may do something else."""
         waiter = Waiter()
         with self._state:
-            if self.closed:
-                raise Disconnected(f"the daemon at {self.path} is gone")
-            request.id = self._next_id
-            self._next_id += 1
-            self._waiters[request.id] = waiter
+            self._register(request, waiter)
         try:
             self._send(request)
         except BaseException:
-            self.forget(request)
+            self._give_up(request, waiter)
             raise
         return waiter
+
+    def _register(self, request: p.Request, waiter: Waiter) -> None:
+        if self.closed:
+            raise Disconnected(f"the daemon at {self.path} is gone")
+        request.id = self._next_id
+        self._next_id += 1
+        self._waiters[request.id] = waiter
 
     def wait(self, waiter: Waiter, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
         """The answer to a submitted request."""
@@ -110,18 +127,24 @@ class Connection:
             leads = not waiter.leads and waiter.answer is None and not self._read_by_someone and not self.closed
             if leads:
                 waiter.leads = self._read_by_someone = True
+        return self._answer(waiter, request, kind, deadline, leads)
+
+    def _answer(self, waiter: Waiter, request: p.Request, kind: type[A], deadline: float, leads: bool) -> A:
         try:
             answer = self._lead(waiter, deadline) if leads else self._follow(request.id, waiter, deadline)
         except BaseException:
-            self.forget(request)
-            if waiter.leads:
-                self._pass_on()
+            self._give_up(request, waiter)
             raise
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, p.Failed):
             raise _error(answer, self.path)
         raise ProtocolError(f"the daemon answered {type(request).__name__} with {type(answer).__name__}")
+
+    def _give_up(self, request: p.Request, waiter: Waiter) -> None:
+        self.forget(request)
+        if waiter.leads:
+            self._pass_on()
 
     def forget(self, request: p.Request) -> None:
         """Nobody waits for this answer any more; what comes with it is given back when it comes."""
@@ -137,9 +160,21 @@ class Connection:
         with contextlib.suppress(KvdError):
             self._send(request)
 
+    def release_soon(self, lease: int) -> None:
+        """Release a brief lease along with the next request.
+
+        It would end by itself shortly, and a send of its own wakes the daemon for nothing.
+        """
+        self._to_release.append(lease)
+        if len(self._to_release) >= _RELEASES:
+            self.tell(p.Ping(0))
+
     def _send(self, request: p.Request) -> None:
         try:
             frame = p.encode(request)
+            if self._to_release:
+                ended, self._to_release = self._to_release, []
+                frame = p.encode(p.Release(0, ended)) + frame
         except ValueError as error:
             raise ProtocolError(f"the request does not fit a frame: {error}", hint="ask for fewer keys at once") from None
         try:

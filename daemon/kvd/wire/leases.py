@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-
 from kvd.errors import LeaseLost
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection
@@ -32,11 +30,20 @@ class ReadLease:
         self._number = answer.lease
         self._until = asked_s + link.welcome.lease_s
         self._inline = answer.inline or {}
-        self.offsets: list[int] = np.frombuffer(answer.offsets, dtype="<u8").tolist()
-        self.lengths: list[int] = np.frombuffer(answer.lengths, dtype="<u8").tolist()
+        self._answer = answer
         self.keys = keys
-        self.served = len(self.offsets)
+        self.served = len(answer.offsets) // 8
         self.complete = self.served >= keys
+
+    @functools.cached_property
+    def offsets(self) -> list[int]:
+        """Where in the arena each value lies."""
+        return list(memoryview(self._answer.offsets).cast("Q"))
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Bytes of each value."""
+        return list(memoryview(self._answer.lengths).cast("Q"))
 
     @functools.cached_property
     def views(self) -> list[memoryview | None]:

@@ -69,12 +69,16 @@ class Exists(Request, tag=10):
 
 
 class Lease(Request, tag=11):
-    """Pin what is there; `timeout_ms` > 0 waits that long for tiers; small values come inline where `inline` allows."""
+    """Pin what is there; `timeout_ms` > 0 waits that long for tiers; small values come inline where `inline` allows.
+
+    `hold_ms` > 0 asks for a brief lease, which a client may leave to run out instead of releasing it.
+    """
 
     namespace: bytes
     keys: list[bytes]
     timeout_ms: int = 0
     inline: int = 0
+    hold_ms: int = 0
 
 
 class Release(Request, tag=12):

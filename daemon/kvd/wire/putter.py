@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.errors import Draining, NoRoom
+from kvd.errors import DeadlinePassed, Draining, KvdError, NoRoom
 from kvd.store.extents import pages_of
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter
@@ -122,6 +122,31 @@ def fill(results: list[PutResult | None], batch: Sequence[int], answer: p.Commit
         return
     for i, reason in zip(batch, answer.reasons, strict=True):
         results[i] = PutResult(False, reason) if reason else stored
+
+
+def put_one(client: "Client", link: Connection, key: bytes, view: memoryview, namespace: bytes, retention: int) -> PutResult | None:
+    """One value into an extent that was lent ahead: one round trip. None when there is none, or it went wrong: do it in full."""
+    asked = time.monotonic()
+    ahead, size = client._ahead, len(view)
+    extent = ahead.take(pages_of(size), asked)
+    if extent is None:
+        return None
+    serial, offset = extent
+    link.mapping.copy_in(offset, view)
+    request = p.Commit(0, namespace, [serial], [size], [key], retention, 0, 0, [size])
+    try:
+        answer = link.call(request, p.Committed)
+    except DeadlinePassed:
+        raise
+    except KvdError:
+        return None
+    if answer.serials:
+        ahead.put(request.ahead, answer, asked + link.welcome.lease_s / 2)
+        if ahead.timer is None:
+            ahead.watch(link)
+    if not answer.reasons:
+        return _STORED
+    return None if answer.reasons[0] == "lease_lost" else PutResult(False, answer.reasons[0])
 
 
 @dataclass(slots=True)
@@ -241,4 +266,4 @@ class Putter:
         fill(self.results, commit.indices, answer)
 
 
-__all__ = ["DURABILITY", "Ahead", "Buffer", "PutResult", "Putter", "fill", "split"]
+__all__ = ["DURABILITY", "Ahead", "Buffer", "PutResult", "Putter", "fill", "put_one", "split"]
