@@ -1,0 +1,118 @@
+"""What changed between two ticks, in words: the log behind view 6.
+
+`changes(before, after)` compares two snapshots; the model keeps the last `KEPT` events. An event is something an operator would
+want to have been told: a limit changed, an engine died, a breaker opened, corruption was found. Pure.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvtools.units import format_size
+from kvtop.daemon import daemon_of
+from kvtop.snapshot import DEAD, FRESH, GONE, LIVE, SILENT, Segment, Snapshot, Stats
+
+KEPT = 1000
+INFO, WARN, CRIT = "info", "warn", "crit"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the log."""
+
+    number: int
+    time_s: float
+    level: str
+    subject: str
+    text: str
+
+
+def changes(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:
+    """(level, subject, text) for all that happened from one snapshot to the next."""
+    yield from _segments(before, after)
+    yield from _writers(before, after)
+    yield from _sources(before, after)
+
+
+def _segments(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:
+    old = {segment.name: segment for segment in before.segments}
+    new = {segment.name: segment for segment in after.segments}
+    for name, segment in new.items():
+        if name not in old:
+            yield INFO, name, f"appeared, limit {format_size(segment.limit_bytes)}"
+        else:
+            yield from _segment(old[name], segment)
+    for name in old.keys() - new.keys():
+        yield (INFO if old[name].owner == DEAD else WARN), name, "removed"
+
+
+def _segment(old: Segment, new: Segment) -> Iterator[tuple[str, str, str]]:
+    if old.limit_bytes != new.limit_bytes:
+        note = new.limits[-1] if new.limits != old.limits and new.limits else None
+        who = f" by {note.by}" if note and note.by and note.limit_bytes == new.limit_bytes else ""
+        yield INFO, new.name, f"limit {format_size(old.limit_bytes)} -> {format_size(new.limit_bytes)}{who}"
+    if old.owner == LIVE and new.owner == DEAD:
+        yield WARN, new.name, f"its engine died (pid {old.pid})" if old.pid else "its engine died"
+    elif old.owner != LIVE and new.owner == LIVE:
+        yield INFO, new.name, f"taken over by pid {new.pid}" if new.pid else "has an owner now"
+    if old.limit_bytes and old.free_bytes >= 0 > new.free_bytes:
+        yield WARN, new.name, f"over its limit by {format_size(-new.free_bytes)}"
+    elif old.free_bytes < 0 <= new.free_bytes:
+        yield INFO, new.name, "back under its limit"
+
+
+def _writers(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:
+    old = {stats.name: stats for stats in before.stats}
+    new = {stats.name: stats for stats in after.stats}
+    for name, stats in new.items():
+        if name not in old:
+            yield INFO, name, f"started (pid {stats.pid})"
+            continue
+        was = old[name]
+        if was.pid != stats.pid or was.created_s != stats.created_s:
+            yield WARN, name, f"restarted (pid {was.pid} -> {stats.pid})"
+        yield from _state(was, stats)
+        if stats.kind == "kvd":
+            yield from _daemon(was, stats)
+    for name in old.keys() - new.keys():
+        yield (INFO if old[name].state == GONE else WARN), name, "gone"
+
+
+def _state(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
+    if was.state == now.state:
+        return
+    if now.state == SILENT:
+        yield CRIT if now.kind == "kvd" else WARN, now.name, "silent: no heartbeat"
+    elif now.state == GONE:
+        yield CRIT if now.kind == "kvd" else WARN, now.name, f"its writer ended (pid {now.pid})"
+    elif now.state == FRESH and was.state in (SILENT, GONE):
+        yield INFO, now.name, "answers again"
+
+
+def _daemon(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
+    old, new = daemon_of(was), daemon_of(now)
+    if was.pid == now.pid:
+        found = new.get("corruptions_total") - old.get("corruptions_total")
+        if found > 0:
+            yield CRIT, new.name, f"{found:,.0f} corrupt values found (each was a miss)"
+    tiers = {tier.name: tier for tier in old.tiers}
+    for tier in new.tiers:
+        before = tiers.get(tier.name)
+        if before is None:
+            continue
+        if tier.broken and not before.broken:
+            yield WARN, f"{new.name} tier {tier.name}", "degraded: circuit breaker opened"
+        elif before.broken and not tier.broken:
+            yield INFO, f"{new.name} tier {tier.name}", "works again: circuit breaker closed"
+        found = tier.get("tier_corruptions_total") - before.get("tier_corruptions_total")
+        if found > 0 and was.pid == now.pid:
+            yield CRIT, f"{new.name} tier {tier.name}", f"{found:,.0f} corrupt values found on it"
+
+
+def _sources(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:
+    old = {problem.source: problem.message for problem in before.problems}
+    new = {problem.source: problem.message for problem in after.problems}
+    for source, message in new.items():
+        if source not in old:
+            yield WARN, source, message
+    for source in old.keys() - new.keys():
+        yield INFO, source, "readable again"

@@ -1,0 +1,67 @@
+"""The one mutable thing that views draw from: the newest snapshot and everything derived from it.
+
+Owned by a single thread (the screen's; in `--once`, the caller's). `take` is called once a tick; views only read. What does
+not depend on a terminal is here, so `--once`, the screen and the tests run the same code.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtop import events
+from kvtop.alerts import DEFAULTS, EMPTY, Alert, Rule, alerts_of, health_of
+from kvtop.daemon import Daemon, daemon_of
+from kvtop.events import Event
+from kvtop.history import History
+from kvtop.snapshot import Snapshot
+from kvtop.text import UNICODE, Glyphs
+
+
+@dataclass
+class Model:
+    """Snapshot, history, events, alerts: all that a view may know."""
+
+    glyphs: Glyphs = UNICODE
+    rules: Sequence[Rule] = DEFAULTS
+    clock: Callable[[], float] = time.time
+    interval_s: float = 1.0
+    snapshot: Snapshot | None = None
+    history: History = field(default_factory=History)
+    daemons: list[Daemon] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    health: str = EMPTY
+    log: deque[Event] = field(default_factory=lambda: deque(maxlen=events.KEPT))
+    tags: set[str] = field(default_factory=set)
+    doctor: Any = None
+    """What kvtop.doctor last found; None before it ran."""
+    _number: int = 0
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Make `snapshot` the current one."""
+        before = self.snapshot
+        self.snapshot = snapshot
+        self.history.feed(snapshot)
+        self.daemons = [daemon_of(stats) for stats in snapshot.stats if stats.kind == "kvd"]
+        self.alerts = alerts_of(snapshot, self.daemons, self.history, self.rules)
+        self.health = health_of(snapshot, self.alerts)
+        if before is not None:
+            for level, subject, text in events.changes(before, snapshot):
+                self.note(level, subject, text, snapshot.time_s)
+
+    def note(self, level: str, subject: str, text: str, time_s: float | None = None) -> None:
+        """Write one event to the log."""
+        self._number += 1
+        self.log.append(Event(self._number, self.clock() if time_s is None else time_s, level, subject, text))
+
+    def forget(self) -> None:
+        """Start over (a replay jumped): history and log are of the time before the jump."""
+        self.history = History()
+        self.log.clear()
+        self.snapshot = None
+
+    @property
+    def now_s(self) -> float:
+        """The time the numbers are from."""
+        return self.snapshot.time_s if self.snapshot else self.clock()

@@ -1,0 +1,102 @@
+"""The thread that reads, so that nothing a host does can stop the screen.
+
+A `Reader` calls `read()` of a source once an interval and hands the newest snapshot to `deliver`, which must be quick and safe to
+call from another thread (Textual's `post_message` is). A source that hangs costs a thread, not the screen: the screen sees that
+nothing came (`waiting_s`) and says so. An exception that a source lets out is delivered as text, and the next tick tries again.
+
+Concurrency: `start`, `stop`, `pause`, `kick` from any thread. Snapshots are immutable, so handing them over needs no lock.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtop.snapshot import Snapshot
+
+
+class Readable(Protocol):
+    """What a reader reads: a live `Source`, a recording, or a test's list."""
+
+    def read(self) -> Snapshot:
+        """The next snapshot."""
+
+
+class Reader:
+    """Reads on a thread of its own. `deliver(snapshot, problem)` gets either a snapshot or one line of what went wrong."""
+
+    def __init__(
+        self,
+        source: Readable,
+        deliver: Callable[[Snapshot | None, str], None],
+        *,
+        interval_s: float = 1.0,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.interval_s = interval_s
+        self._source = source
+        self._deliver = deliver
+        self._mono = mono
+        self._wake = threading.Event()
+        self._stopped = False
+        self._paused = False
+        self._kicked = False
+        self._begun = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin reading; the first reading happens at once."""
+        # A daemon thread: a source stuck in the kernel must not keep kvtop from ending.
+        self._thread = threading.Thread(target=self._run, name="kvtop-reader", daemon=True)
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 0.5) -> None:
+        """End the thread; one that is stuck is left behind."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def kick(self) -> None:
+        """Read now, even when paused."""
+        self._kicked = True
+        self._wake.set()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @paused.setter
+    def paused(self, value: bool) -> None:
+        self._paused = value
+        self._wake.set()
+
+    @property
+    def waiting_s(self) -> float:
+        """For how long the reading in progress has run; 0.0 between readings."""
+        begun = self._begun
+        return self._mono() - begun if begun else 0.0
+
+    def _run(self) -> None:
+        due = self._mono()
+        while not self._stopped:
+            if self._kicked or not self._paused:
+                self._kicked = False
+                self._once()
+            due = max(due + self.interval_s, self._mono())
+            if self._wake.wait(None if self._paused else due - self._mono()):
+                self._wake.clear()
+                due = self._mono()
+
+    def _once(self) -> None:
+        self._begun = self._mono()
+        try:
+            snapshot = self._source.read()
+        except Exception as error:  # noqa: BLE001 - the tick's edge: whatever it is, the screen says it and the next tick tries again
+            self._begun = 0.0
+            if not self._stopped:
+                self._deliver(None, f"{type(error).__name__}: {error}")
+            return
+        self._begun = 0.0
+        if not self._stopped:
+            self._deliver(snapshot, "")

@@ -1,0 +1,153 @@
+"""The two questions that change something outside kvtop: a new limit, and a deletion.
+
+    limit    type a size -> see what it would mean -> Enter -> y writes it; Enter, n and Esc do not
+    delete   type the segment's whole name -> Enter deletes; anything else does not
+
+The writing is kvtools.segments' (word 0 under the lock, noted in the owner file), on a worker thread, with `expected`: a limit that
+somebody else changed while the question stood is not overwritten. Previews are plain functions of a segment and a text.
+"""
+
+import os
+from pathlib import Path
+
+from textual.binding import Binding
+from textual.widgets import Input
+
+from kvtools.errors import KvError
+from kvtools.segments import owner, pool
+from kvtools.units import format_size, parse_size
+from kvtop.screens.dialogs import Dialog
+from kvtop.snapshot import DEAD, LIVE, Segment
+from kvtop.text import Glyphs, Line, Span, bar, pairs, safe, span
+from kvtop.widgets.canvas import Styles
+
+
+def limit_preview(segment: Segment, text: str, width: int, glyphs: Glyphs) -> tuple[int | None, list[Line]]:
+    """The limit that `text` means (None when none), and what setting it would do."""
+    if not text.strip():
+        return None, [span("a size such as 4G, 512MiB or 1.5T (1024-based)", "dim")]
+    try:
+        wanted = pool.check_limit(parse_size(text))
+    except KvError as error:
+        return None, [span(error.message, "bad"), span(error.hint, "dim")]
+    change = wanted - segment.limit_bytes
+    lines: list[Line] = [
+        pairs(
+            [
+                ("now", span(format_size(segment.limit_bytes))),
+                ("then", span(format_size(wanted), "bold")),
+                ("", span(f"({'+' if change >= 0 else ''}{format_size(change)})", "dim")),
+            ]
+        ),
+        bar(min(width, 48), [(segment.used_bytes, "used"), (segment.prealloc_bytes, "prealloc")], wanted, glyphs),
+    ]
+    over = segment.held_bytes - wanted
+    if segment.owner == DEAD:
+        lines.append(span("its engine is gone: nothing will act on this limit", "warn"))
+    elif over > 0:
+        lines.append(span(f"the engine holds {format_size(over)} more than that and has to give it back first", "warn"))
+    if segment.capacity_bytes and wanted > segment.capacity_bytes:
+        lines.append(
+            span(f"above what it reserved at start ({format_size(segment.capacity_bytes)}): it cannot use the rest", "warn")
+        )
+    if segment.page_bytes and wanted % segment.page_bytes:
+        whole = wanted - wanted % segment.page_bytes
+        lines.append(span(f"the engine uses whole pages: {format_size(whole)} of it", "dim"))
+    if segment.owner not in (LIVE, DEAD):
+        lines.append(span("no owner file: written as asked, the engine takes it up when it next allocates", "dim"))
+    return wanted, lines
+
+
+class LimitDialog(Dialog[int]):
+    """Answers with the new limit in bytes."""
+
+    BINDINGS = [  # noqa: RUF012 - Textual's own way
+        Binding("y,Y", "yes", show=False),
+        Binding("n,N,enter", "no", show=False),
+    ]
+    asks = True
+
+    def __init__(self, looks: Styles, segment: Segment, glyphs: Glyphs) -> None:
+        super().__init__(looks, f" limit of {safe(segment.name)} ")
+        self.segment = segment
+        self.glyphs = glyphs
+        self.wanted: int | None = None
+        self.sure = False
+
+    def lines(self, width: int) -> list[Line]:
+        self.wanted, lines = limit_preview(self.segment, self.field.value, width, self.glyphs)
+        if self.sure:
+            return [*lines, (Span("write it?  ", "bold"), Span("y", "key"), Span(" yes   "), Span("N", "key"), Span(" no"))]
+        hint = "Enter goes on, Esc closes" if self.wanted is not None else "Esc closes"
+        return [*lines, span(hint, "dim")]
+
+    def on_input_changed(self) -> None:
+        self.fill()
+
+    def on_input_submitted(self) -> None:
+        if self.wanted is not None:
+            # Without the focus on the field, the next key is an answer and not a letter.
+            self.sure = True
+            self.field.disabled = True
+            self.set_focus(None)
+            self.fill()
+
+    def action_yes(self) -> None:
+        if self.sure:
+            self.dismiss(self.wanted)
+
+    def action_no(self) -> None:
+        if self.sure:
+            self.dismiss(None)
+
+
+def delete_lines(segment: Segment) -> list[Line]:
+    """What deleting this segment would do."""
+    lines: list[Line] = []
+    if segment.owner == LIVE:
+        lines.append(span(f"its engine is alive ({segment.story or f'pid {segment.pid}'})", "bad"))
+        lines.append(span("without its segment it cannot be limited or seen, and engines of kvcached up to 0.1.5 crash"))
+    elif segment.owner == DEAD:
+        lines.append(span("its engine is gone: the numbers are of the past", "dim"))
+    else:
+        lines.append(span("nobody says whether its engine lives; one that does may crash without it", "warn"))
+    lines.append(pairs([("limit", span(format_size(segment.limit_bytes))), ("used", span(format_size(segment.used_bytes)))]))
+    lines.append((Span("type its name to delete it: "), Span(safe(segment.name), "bold")))
+    return lines
+
+
+class DeleteDialog(Dialog[bool]):
+    """Answers True when the whole name was typed."""
+
+    asks = True
+
+    def __init__(self, looks: Styles, segment: Segment) -> None:
+        super().__init__(looks, f" delete {safe(segment.name)} ")
+        self.segment = segment
+        self.complaint = ""
+
+    def lines(self, width: int) -> list[Line]:
+        lines = delete_lines(self.segment)
+        return [*lines, span(self.complaint or "Esc closes", "warn" if self.complaint else "dim")]
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value == self.segment.name:
+            self.dismiss(True)
+            return
+        self.complaint = "that is not its name: nothing was deleted"
+        self.fill()
+
+
+def write_limit(segment: Segment, limit_bytes: int, root: Path) -> str:
+    """Write the limit; the sentence for the log. Raises KvError, also when somebody else changed it meanwhile."""
+    change = owner.change_limit(
+        segment.name, limit_bytes, by=f"kvtop, uid {os.getuid()}", expected=segment.limit_bytes, root=root, timeout_s=1.0
+    )
+    return f"limit {format_size(change.before.limit_bytes)} -> {format_size(change.after.limit_bytes)} written"
+
+
+def delete(segment: Segment, root: Path) -> str:
+    """Delete the segment, and its owner file when nobody owns it; the sentence for the log. Raises KvError."""
+    last = pool.remove(segment.name, root=root, timeout_s=1.0)
+    owner.remove_stale(segment.name, root=root)
+    return f"deleted, it had {format_size(last.used_bytes)} of {format_size(last.limit_bytes)} in use"

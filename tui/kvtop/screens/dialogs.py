@@ -1,0 +1,234 @@
+"""What opens over the main screen without changing anything outside kvtop: help, a menu, the palette, and the box they share.
+
+Each is a modal screen that answers with a value, or None when closed (Esc). The box takes what its lines need and never more than
+the screen has, down to 1x1. Lines come from plain functions, so tests read them without a screen.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input
+
+from kvtop.keys import Key, by_group
+from kvtop.text import Line, Span, beside, cell, fit, width_of
+from kvtop.widgets.canvas import Canvas, Styles
+
+Answer = TypeVar("Answer")
+
+
+class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False):
+    """A box in the middle. Subclasses give `lines`; with `asks` there is a line to type in under them."""
+
+    BINDINGS = [Binding("escape,ctrl+c", "close", "close", show=False)]  # noqa: RUF012 - Textual's own way
+    asks = False
+
+    def __init__(self, looks: Styles, title: str) -> None:
+        super().__init__()
+        self.looks = looks
+        self.body = Canvas(looks, scrolls=True)
+        self.field = Input(compact=True)
+        self.field.cursor_blink = False
+        self.frame = Vertical(classes="dialog")
+        self.frame.border_title = title
+
+    def lines(self, width: int) -> list[Line]:
+        """What the box says, in at most `width` columns."""
+        raise NotImplementedError
+
+    def compose(self) -> ComposeResult:
+        with self.frame:
+            yield self.body
+            if self.asks:
+                yield self.field
+
+    def on_mount(self) -> None:
+        self.fill()
+        if self.asks:
+            self.field.focus()
+
+    def on_resize(self) -> None:
+        self.fill()
+
+    def fill(self) -> None:
+        """Size the box to its lines and to the screen, and show them."""
+        if not self.is_mounted:
+            return
+        width, height = self.app.size
+        framed = width >= 16 and height >= 6
+        edge_x, edge_y = (4, 2) if framed else (0, 0)
+        lines = self.lines(max(1, width - edge_x))
+        inner = max([1, *(width_of(line) for line in lines), 40 if self.asks else 1])
+        inner = min(inner, max(1, width - edge_x))
+        typing = 1 if self.asks else 0
+        rows = max(0, min(len(lines), height - edge_y - typing))
+        self.frame.set_class(framed, "framed")
+        self.frame.styles.width = inner + edge_x
+        self.frame.styles.height = min(height, rows + typing + edge_y)
+        self.body.display = rows > 0
+        self.body.styles.height = max(1, rows)
+        self.body.styles.width = inner
+        self.body.show([fit(line, inner) for line in lines])
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+# --- help --------------------------------------------------------------------------------------------------------------
+
+
+def help_lines(keys: Sequence[Key], width: int) -> list[Line]:
+    """The keys that do something here, by group; two columns where the screen is wide."""
+    blocks = []
+    for title, rows in by_group(tuple(keys)):
+        block: list[Line] = [(Span(title, "title"),)]
+        block += [(Span(cell(names, 12), "key"), Span(f" {text}")) for names, _, text in rows]
+        blocks.append([*block, ()])
+    if width >= 120 and len(blocks) > 1:
+        left = blocks[:2]
+        right = blocks[2:]
+        half = (width - 2) // 2
+        lines = beside([sum(left, []), sum(right, [])], [half, half], gap=2)  # noqa: RUF017 - a handful of lists
+    else:
+        lines = [line for block in blocks for line in block]
+    footer = (Span("Filters: word, column:word, used>80%, limit<4G, !not, a | b.   Esc closes.", "dim"),)
+    return [*lines, footer]
+
+
+class Help(Dialog[None]):
+    """`?`: what each key does in the view it was opened from."""
+
+    BINDINGS = [  # noqa: RUF012 - Textual's own way
+        Binding("question_mark,q,f1,h,enter", "close", "close", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("pagedown,space", "move(10)", show=False),
+        Binding("pageup", "move(-10)", show=False),
+    ]
+
+    def __init__(self, looks: Styles, keys: Sequence[Key], view: str) -> None:
+        super().__init__(looks, f" keys in {view} ")
+        self._keys = keys
+
+    def lines(self, width: int) -> list[Line]:
+        return help_lines(self._keys, width)
+
+    def action_move(self, step: int) -> None:
+        self.body.scroll_relative(y=step, animate=False)
+
+
+# --- menu and palette --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One line of a menu: what it answers, its name, and a word about it."""
+
+    answer: str
+    name: str
+    help: str = ""
+
+
+def match(choices: Sequence[Choice], text: str) -> list[Choice]:
+    """The choices that `text` may mean, best first: the same beginning, then a word in it, then its letters in order."""
+    wanted = text.strip().lower()
+    if not wanted:
+        return list(choices)
+    ranked = []
+    for place, choice in enumerate(choices):
+        name = choice.name.lower()
+        if name.startswith(wanted):
+            rank = 0
+        elif wanted in name:
+            rank = 1
+        elif wanted in choice.help.lower():
+            rank = 2
+        elif _letters_in_order(wanted, name):
+            rank = 3
+        else:
+            continue
+        ranked.append((rank, place, choice))
+    return [choice for _, _, choice in sorted(ranked, key=lambda item: item[:2])]
+
+
+def _letters_in_order(wanted: str, name: str) -> bool:
+    rest = iter(name)
+    return all(letter in rest for letter in wanted)
+
+
+class Menu(Dialog[str]):
+    """A list to choose from."""
+
+    BINDINGS = [  # noqa: RUF012 - Textual's own way
+        Binding("down,ctrl+n", "step(1)", show=False),
+        Binding("up,ctrl+p", "step(-1)", show=False),
+        Binding("j", "step(1)", show=False),
+        Binding("k", "step(-1)", show=False),
+        Binding("enter", "choose", show=False),
+        Binding("q", "close", show=False),
+    ]
+
+    def __init__(self, looks: Styles, title: str, choices: Sequence[Choice], current: str = "") -> None:
+        super().__init__(looks, f" {title} ")
+        self.choices = list(choices)
+        self.found = list(choices)
+        self.place = next((i for i, choice in enumerate(self.found) if choice.answer == current), 0)
+
+    def lines(self, width: int) -> list[Line]:
+        name = max([4, *(len(choice.name) for choice in self.choices)])
+        out: list[Line] = []
+        for place, choice in enumerate(self.found):
+            here = place == self.place
+            mark = Span("> " if here else "  ", "key", f"screen.take({place})")
+            out.append(
+                (
+                    mark,
+                    Span(cell(choice.name, name), "chip" if here else "bold", f"screen.take({place})"),
+                    Span(f"  {choice.help}", "dim"),
+                )
+            )
+        return out or [(Span("nothing of that name", "warn"),)]
+
+    def action_step(self, step: int) -> None:
+        if self.found:
+            self.place = (self.place + step) % len(self.found)
+            self.fill()
+            self._show_place()
+
+    def _show_place(self) -> None:
+        top, rows = round(self.body.scroll_y), max(1, self.body.size.height)
+        if self.place < top:
+            self.body.scroll_to(y=self.place, animate=False, immediate=True)
+        elif self.place >= top + rows:
+            self.body.scroll_to(y=self.place - rows + 1, animate=False, immediate=True)
+
+    def action_take(self, place: int) -> None:
+        self.place = place
+        self.action_choose()
+
+    def action_choose(self) -> None:
+        self.dismiss(self.found[self.place].answer if 0 <= self.place < len(self.found) else None)
+
+
+class Palette(Menu):
+    """`:`: every command by name, narrowed while typing."""
+
+    BINDINGS = [Binding("tab", "complete", show=False)]  # noqa: RUF012 - Textual's own way
+    asks = True
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self.found = match(self.choices, event.value)
+        self.place = 0
+        self.fill()
+
+    def on_input_submitted(self) -> None:
+        self.action_choose()
+
+    def action_complete(self) -> None:
+        if 0 <= self.place < len(self.found):
+            self.field.value = self.found[self.place].name
+            self.field.cursor_position = len(self.field.value)

@@ -1,0 +1,111 @@
+"""What a view is: a table, what stands above it, what stands below it, all as functions of the model and a width.
+
+A view never touches a terminal. `above` and `below` are told how many rows they may use and must not use more;
+`share_height` decides that. The screen (kvtop.screens.main) and `--once` (kvtop.once) draw the same views.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtools.units import format_size
+from kvtop.columns import Column, Order, Row
+from kvtop.model import Model
+from kvtop.text import Line, Span, span
+
+
+def nothing(model: Model, width: int, height: int) -> list[Line]:
+    """An empty part."""
+    return []
+
+
+def no_detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+    """An empty detail."""
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One tab. `rows` gives the table's rows, `detail` what Enter shows (also the pane under the table where there is room)."""
+
+    id: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: Callable[[Model], Sequence[Row]]
+    order: Order
+    empty: str
+    """What to say when there are no rows at all."""
+    above: Callable[[Model, int, int], list[Line]] = nothing
+    detail: Callable[[Model, Row | None, int, int], list[Line]] = no_detail
+    pane: int = 0
+    """Rows of `detail` to show under the table where the screen has room; 0: only on Enter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a view's height is divided. `table` counts its header line; all are at least 0 and sum to at most the height."""
+
+    above: int
+    table: int
+    pane: int
+
+
+def share_height(height: int, above: int, pane: int, rows: int) -> Share:
+    """Divide `height`: the table gets its header and up to three rows first, then what is above, then the pane, then all."""
+    height = max(0, height)
+    least = min(height, 1 + min(max(rows, 1), 3))
+    up = min(above, max(0, height - least))
+    rest = height - up
+    low = pane if pane and rest - pane >= max(least, min(rows + 1, 8)) else 0
+    return Share(up, rest - low, low)
+
+
+def amount(value: float) -> Line:
+    """Bytes, for a cell."""
+    return span(format_size(value))
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """'38 %', or '-' when unknown."""
+    return "-" if value is None else f"{value:.{digits}f} %"
+
+
+def ratio(value: float | None) -> str:
+    """A hit rate of 0..1 as '92.1 %'."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def per_second(value: float | None) -> str:
+    """A count a second, short: '1.2k/s'."""
+    if value is None:
+        return "-"
+    return f"{count(value)}/s"
+
+
+def count(value: float) -> str:
+    """A number in at most six columns: 999, 12.3k, 4.56M."""
+    for limit, scale, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G"), (1e15, 1e12, "T")):
+        if abs(value) < limit * 0.9995:
+            number = value / scale
+            if not unit:
+                return f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
+            return f"{number:.3g}{unit}"
+    return f"{value:.2e}"
+
+
+def load_style(share: float, warn: float = 90.0, bad: float = 100.0) -> str:
+    """The style of a percentage; the number itself is always beside it."""
+    return "bad" if share > bad else "warn" if share >= warn else ""
+
+
+def level_mark(level: str, model: Model) -> Span:
+    """Glyph and word for a level: never colour alone."""
+    glyphs = model.glyphs
+    return {
+        "crit": Span(f"{glyphs.bad} CRIT", "bad"),
+        "warn": Span(f"{glyphs.warn} WARN", "warn"),
+        "ok": Span(f"{glyphs.good} OK", "good"),
+    }.get(level, Span(f"{glyphs.dot} {level}", "dim"))
+
+
+Item = Any
