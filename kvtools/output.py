@@ -40,8 +40,18 @@ def emit(text: str = "") -> None:
 
 
 def emit_json(schema: str, body: dict[str, object], *, indent: int | None = 1) -> None:
-    """One JSON object to stdout, with its `schema` first."""
-    sys.stdout.write(json.dumps({"schema": schema, **body}, indent=indent, ensure_ascii=False) + "\n")
+    """One JSON object to stdout, with its `schema` first.
+
+    Text stays readable; only a file name that is no UTF-8 makes the whole object ASCII, with the bytes as lone surrogates.
+    """
+    whole = {"schema": schema, **body}
+    text = json.dumps(whole, indent=indent, ensure_ascii=False)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = json.dumps(whole, indent=indent)
+    sys.stdout.write(text + "\n")
 
 
 def note(text: str) -> None:

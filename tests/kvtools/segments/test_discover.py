@@ -8,8 +8,7 @@ import pytest
 
 from kvtools.errors import Unreachable
 from kvtools.segments import discover, owner, pool, stats
-
-from .test_owner import end, start_engine
+from tests.kvtools.engines import end, start_engine
 
 
 def test_everything_is_found_and_told_apart(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,34 +14,9 @@ from hypothesis import strategies as st
 from kvtools.errors import Refused, Unreachable, UsageError
 from kvtools.segments import owner, pool
 from kvtools.segments.owner import OwnerInfo, OwnerLock
+from tests.kvtools.engines import end, start_engine
 
 INFO = OwnerInfo("vllm", "Qwen/Qwen3-8B", ("GPU-5f2a", "GPU-77c1"), tp_size=2, start_capacity_bytes=8 << 30, page_bytes=128 << 20)
-
-ENGINE = """
-import sys, time
-from pathlib import Path
-from kvtools.segments import owner, pool
-root, name = Path(sys.argv[1]), sys.argv[2]
-lock = owner.OwnerLock.acquire(name, owner.OwnerInfo("vllm", start_capacity_bytes=1 << 30, page_bytes=1 << 20), root=root)
-pool.create_pool(name, 1 << 30, root=root)
-print("up", flush=True)
-{then}
-"""
-
-
-def start_engine(root: Path, name: str, then: str = "time.sleep(60)") -> "subprocess.Popen[bytes]":
-    """A real process that owns pool `name`, up when this returns."""
-    process = subprocess.Popen([sys.executable, "-c", ENGINE.format(then=then), str(root), name], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
-    return process
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 def test_what_an_owner_says_is_read_back(tmp_path: Path) -> None:
