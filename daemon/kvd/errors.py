@@ -14,7 +14,9 @@ from kvtools.errors import KvError, Refused, TimedOut, Unreachable
 
 
 class KvdError(KvError):
-    """A kvd operation failed."""
+    """A kvd operation failed. `code` is the daemon's word for it (protocol.CODES), where it came from there."""
+
+    code: str = ""
 
 
 class Unavailable(KvdError, Unreachable):

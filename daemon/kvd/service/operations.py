@@ -31,6 +31,7 @@ LEASE_S = 30.0
 """How long a lease lasts unless renewed or released; also the most that a token may ask for."""
 BRIEF_S = 0.5
 """A lease asked for no longer than this may be left to run out; who needs room waits for it."""
+ROOM_POLL_S = 0.005
 INLINE_TOTAL = 1 << 20
 RESULT = p.Answer | Awaitable[p.Answer] | None
 
@@ -144,10 +145,11 @@ class Operations:
         store.index.pin(held)
         fetch = None
         try:
-            fetch = self.tiering.fetch(m.namespace, [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()])
+            absent = np.flatnonzero(slots == ABSENT).tolist()
+            fetch = await self._fetch_when_room(m.namespace, [m.keys[i] for i in absent], deadline)
             if fetch is not None:
                 await self.tiering.wait(fetch, deadline)
-                for i in np.flatnonzero(slots == ABSENT).tolist():
+                for i in absent:
                     slots[i] = fetch.slots.get(m.keys[i], ABSENT)
                 if fetch.no_room is not None and (cut := m.keys.index(fetch.no_room)):
                     slots = slots[:cut]
@@ -156,6 +158,15 @@ class Operations:
             store.unpin(held)
             if fetch is not None:
                 self.tiering.let_go(fetch)
+
+    async def _fetch_when_room(self, namespace: bytes, keys: list[bytes], deadline: float) -> Fetch | None:
+        """Start a promotion; while there is no room for even its first key, wait for the client to release something."""
+        loop = asyncio.get_running_loop()
+        while True:
+            fetch = self.tiering.fetch(namespace, keys)
+            if fetch is None or fetch.no_room is None or fetch.tasks or loop.time() >= deadline:
+                return fetch
+            await asyncio.sleep(ROOM_POLL_S)
 
     def _answer_lease(self, link: Connection, m: p.Lease | p.Claim, namespace: bytes, slots: Slots) -> p.Leased:
         store, index = self.store, self.store.index

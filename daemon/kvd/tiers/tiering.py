@@ -242,6 +242,8 @@ class Tiering:
         share: list[tuple[bytes, Identity, Hit, int]] = []
         size = 0
         for key, identity, hit in rows:
+            if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
+                continue
             offset = self.store.make_room(hit.length)
             if offset is None:
                 fetch.no_room = key

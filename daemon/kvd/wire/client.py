@@ -292,7 +292,7 @@ class Client:
                 values += got
             except BaseException:
                 if asked is not None:
-                    link.forget(asked[0])
+                    link.forget(*asked[:2])
                 raise
             if asked is None and len(values) < len(keys):
                 asked = ask(len(values))

@@ -53,10 +53,12 @@ def default_socket() -> Path:
 class Waiter:
     """A thread waiting for its answer, or for its turn to read."""
 
-    __slots__ = ("answer", "gate", "leads")
+    __slots__ = ("answer", "gate", "leads", "waits")
 
     def __init__(self) -> None:
         self.answer: p.Answer | None = None
+        self.waits = False
+        """A thread is in `wait` for it; until then it cannot be asked to read."""
         self.leads = False
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -91,6 +93,7 @@ class Connection:
         waiter = Waiter()
         with self._state:
             self._register(request, waiter)
+            waiter.waits = True
             leads = not self._read_by_someone
             if leads:
                 waiter.leads = self._read_by_someone = True
@@ -124,7 +127,8 @@ class Connection:
         """The answer to a submitted request."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         with self._state:
-            leads = not waiter.leads and waiter.answer is None and not self._read_by_someone and not self.closed
+            waiter.waits = True
+            leads = waiter.answer is None and not self._read_by_someone and not self.closed
             if leads:
                 waiter.leads = self._read_by_someone = True
         return self._answer(waiter, request, kind, deadline, leads)
@@ -142,16 +146,14 @@ class Connection:
         raise ProtocolError(f"the daemon answered {type(request).__name__} with {type(answer).__name__}")
 
     def _give_up(self, request: p.Request, waiter: Waiter) -> None:
-        self.forget(request)
+        self.forget(request, waiter)
         if waiter.leads:
             self._pass_on()
 
-    def forget(self, request: p.Request) -> None:
+    def forget(self, request: p.Request, waiter: Waiter) -> None:
         """Nobody waits for this answer any more; what comes with it is given back when it comes."""
         with self._state:
-            waiter = self._waiters.pop(request.id, None)
-        if waiter is None:
-            return
+            self._waiters.pop(request.id, None)
         if waiter.answer is not None:
             self._orphan(waiter.answer)
 
@@ -220,7 +222,7 @@ class Connection:
     def _pass_on(self) -> None:
         with self._state:
             for waiter in self._waiters.values():
-                if not waiter.leads:
+                if waiter.waits and not waiter.leads:
                     waiter.leads = True
                     waiter.gate.release()
                     return
@@ -372,5 +374,5 @@ def _unreachable(path: Path, error: OSError) -> Unavailable:
 def _error(answer: p.Failed, path: Path) -> KvdError:
     kind = _ERRORS.get(answer.code, KvdError)
     error = kind(f"{answer.message}" if kind is not KvdError else f"the daemon at {path} failed: {answer.message}")
-    error.args = (*error.args, answer.code)
+    error.code = answer.code
     return error

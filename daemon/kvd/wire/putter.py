@@ -189,7 +189,7 @@ class Putter:
                 self._all(late)
         except BaseException:
             for commit in self.on_way:
-                self.link.forget(commit.request)
+                self.link.forget(commit.request, commit.waiter)
             raise
 
     def _all(self, order: list[int]) -> None:
@@ -212,9 +212,8 @@ class Putter:
             if self.on_way:  # what is under way may make room, or take it: settle that first
                 self._settle_all()
                 return batch
-            reason = str(error.args[-1]) if len(error.args) > 1 else "no_room"
             for i in batch:
-                self.results[i] = PutResult(False, reason)
+                self.results[i] = PutResult(False, error.code)
             return []
         copy = self.link.mapping.copy_in
         for i, _, offset in ready:
