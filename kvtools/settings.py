@@ -27,14 +27,19 @@ COMMON = (
     Setting("no_color", environment=("NO_COLOR",), help="not empty: no colour"),
     Setting("force_color", environment=("FORCE_COLOR",), help="not empty: colour also without a terminal"),
 )
+ENGINE = (Setting("segment", environment=("KVTOOLS_SEGMENT",), help="name of the engine's pool segment"),)
 SOURCES = (
     ("kvd serve", "kvd.service.settings:SETTINGS", ""),
     ("vLLM connector", "kvd.connector.settings:SETTINGS", ""),
     ("kvtop", "kvtop.settings:SETTINGS", "kvtop.settings:load"),
 )
 """Who reads them, the list of settings, and the function that also reads the configuration file where there is one."""
-BESIDE = ("KVTOOLS_COMPLETE", "KVTOP_CONFIG", "INFERA_KVD_HIPFILE_ROOTS")
-"""Variables that are read and are no settings: the completion scripts' own, a file's name, what kvdoctor looks at."""
+GATE = (
+    Setting("host", environment=("KVGATE_HOST",), help="instead of the host in models.yaml"),
+    Setting("port", environment=("KVGATE_PORT",), help="instead of the port in models.yaml"),
+)
+BESIDE = ("KVTOOLS_COMPLETE", "KVTOOLS_IN_SHELL", "KVTOP_CONFIG", "INFERA_KVD_HIPFILE_ROOTS")
+"""Variables that are read and are no settings: what commands tell each other, a file's name, what kvdoctor looks at."""
 
 app = new_app("Every setting of every command, and where its value came from.", callback=False)
 
@@ -85,6 +90,8 @@ def settings(environ: Mapping[str, str]) -> Iterator[Row]:
             yield Row(reader, "configuration", None, "file", (), "", error.message)
             values = {}
         yield from _rows(reader, declared, environ, values)
+    yield from _rows("elastic pool", ENGINE, environ)
+    yield from _rows("kvgate serve", GATE, environ)
     for script, target, _ in COMMANDS.values():
         if script:
             yield from _options(script, load(target), environ)
@@ -150,8 +157,12 @@ def shown(row: Row) -> str:
     """The value for people."""
     if row.error:
         return "?"
-    if row.value is None or row.value in ("", []):
+    if row.value is None or row.value in ("", [], "{}"):
         return "-"
+    if isinstance(row.value, bool):
+        return "yes" if row.value else "no"
+    if row.setting.endswith("_mode"):
+        return f"{row.value:04o}"
     if row.setting.endswith("_bytes") and isinstance(row.value, int):
         return format_size(row.value)
     return printable(" ".join(map(str, row.value)) if isinstance(row.value, list) else str(row.value))

@@ -1,0 +1,5 @@
+"""`python -m kvdoctor` is the console script kvdoctor."""
+
+from kvtools.cli import kvdoctor
+
+kvdoctor()
