@@ -24,11 +24,9 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 @app.command()
 def serve(
     config: Annotated[Path, typer.Option("--config", envvar="KVGATE_CONFIG", help="The models and their rules (YAML).")],
-    host: Annotated[
-        str | None, typer.Option("--host", envvar="KVGATE_HOST", help="Address to listen on [default: 127.0.0.1].")
-    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on [default: 127.0.0.1; KVGATE_HOST].")] = None,
     port: Annotated[
-        int | None, typer.Option("--port", envvar="KVGATE_PORT", min=0, max=65535, help="Port to listen on [default: 8080].")
+        int | None, typer.Option("--port", min=0, max=65535, help="Port to listen on [default: 8080; KVGATE_PORT].")
     ] = None,
     allow_open: Annotated[bool, typer.Option("--allow-open", help="Listen beyond loopback without API keys.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Read the configuration, say what it means, and stop.")] = False,

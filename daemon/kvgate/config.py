@@ -21,7 +21,7 @@ from typing import Any
 
 from kvgate import sections
 from kvgate.errors import ConfigError
-from kvgate.sections import Section, did_you_mean, load_yaml, seconds, size, text, texts, whole, yes_no
+from kvgate.sections import Read, Section, did_you_mean, load_yaml, seconds, size, text, texts, whole, yes_no
 from kvtools.config import read_secret
 
 DEFAULT_HOST = "127.0.0.1"
@@ -137,6 +137,7 @@ class GateConfig:
     allowed_origins: tuple[str, ...] = ()
     launch_delay_s: float = 0.0
     log_dir: Path | None = None
+    report: tuple[Read, ...] = field(default=(), repr=False, compare=False)
     devices: dict[int, int] = field(default_factory=dict)
     """Device index -> bytes that all awake models together may hold there."""
 
@@ -161,7 +162,7 @@ def load(path: Path) -> GateConfig:
     top.finish()
     if not models:
         raise ConfigError(f"{path.name}: no models", hint="give `models:` with an endpoint each, or `instances:` to start")
-    return replace(base, models=_by_name(models, path.name))
+    return replace(base, models=_by_name(models, path.name), report=tuple(top.report))
 
 
 def _router(section: Section) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def _one_of(*words: str) -> Callable[[Any], str]:
 
 def _instance_sections(top: Section) -> list[Section]:
     listed = top.take("instances", _list, [])
-    return [Section(value, top.file, f"instances[{i}]") for i, value in enumerate(listed)]
+    return [Section(value, top.file, f"instances[{i}]", top.report) for i, value in enumerate(listed)]
 
 
 def _list(value: Any) -> list[Any]:
@@ -402,7 +403,11 @@ def _port_argument(args: tuple[str, ...], section: Section) -> int | None:
 def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
     named: dict[str, ModelConfig] = {}
     places: dict[str, str] = {}
+    segments: dict[str, str] = {}
     for config in models:
+        if config.instance is not None and config.segment and segments.setdefault(config.segment, config.name) != config.name:
+            other = segments[config.segment]
+            raise ConfigError(f"{file}: {other!r} and {config.name!r} share the segment {config.segment}", hint="give each its own")
         if config.name in named:
             raise ConfigError(
                 f"{file}: two models are named {config.name!r}", hint="one endpoint a model; replicas belong to a proxy"

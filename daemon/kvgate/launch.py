@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvgate import config as configuration
-from kvgate.config import DEFAULT_HOST, DEFAULT_PORT, GateConfig
+from kvgate.config import GateConfig
 from kvgate.errors import MissingExtra
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import UsageError
@@ -24,10 +24,10 @@ def run_serve(
     if log_level not in _LEVELS:
         raise UsageError(f"unknown log level {log_level!r}", hint="known: " + ", ".join(_LEVELS))
     config = configuration.load(path)
-    config = replace(config, host=host or config.host, port=config.port if port is None else port)
+    where = _address(config, host, port)
+    config = replace(config, host=where["host"].value, port=where["port"].value)
     if show_config:
-        for name, value in _origins(config, host, port).items():
-            emit(f"{name} = {value.shown}  ({value.origin})")
+        _show(config, where)
         return
     if check:
         _say(config)
@@ -53,20 +53,29 @@ def _run(config: GateConfig, allow_open: bool) -> None:
         runner.run(serve(config, sock))
 
 
-def _origins(config: GateConfig, host: str | None, port: int | None) -> Resolved:
-    """Settings of the server with where each came from; the models are what --check shows."""
-    listed = (
-        ("host", DEFAULT_HOST),
-        ("port", DEFAULT_PORT),
-        *((name, getattr(GateConfig(Path(), {}), name)) for name in ("max_body_bytes", "max_connections", "health_interval_s")),
-        *((name, getattr(GateConfig(Path(), {}), name)) for name in ("shutdown_timeout_s", "api_keys", "limits", "sleep")),
-    )
-    settings = [Setting(name, default=default) for name, default in listed]
-    written = {name: getattr(config, name) for name, default in listed if getattr(config, name) != default}
-    flags = {"host": host, "port": port}
-    return resolve(
-        settings, flags=flags, file={k: v for k, v in written.items() if flags.get(k) is None}, file_name=str(config.path)
-    )
+def _address(config: GateConfig, host: str | None, port: int | None) -> Resolved:
+    """Host and port: flag, then environment, then file."""
+    settings = [Setting("host", default=config.host, environment=("KVGATE_HOST",))]
+    settings.append(Setting("port", parse=_port, default=config.port, environment=("KVGATE_PORT",)))
+    given = {read.path.removeprefix("router."): read.value for read in config.report if read.given}
+    file: dict[str, object] = {name: given[name] for name in ("host", "port") if name in given}
+    return resolve(settings, flags={"host": host, "port": port}, file=file, file_name=config.path.name)
+
+
+def _port(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 65535:
+        raise UsageError(f"not a port: {text!r}")
+    return int(text)
+
+
+def _show(config: GateConfig, where: Resolved) -> None:
+    """Every setting of the gate, and what models and instances set for themselves, each with its origin."""
+    for name, value in where.items():
+        emit(f"{name} = {value.shown}  ({value.origin})")
+    for read in config.report:
+        own = read.path.startswith(("router.", "sleep_manager.")) or "." not in read.path
+        if read.path not in {"router.host", "router.port", "router.enable_router", "instances"} and (own or read.given):
+            emit(f"{read.path} = {read.value}  ({f'file:{config.path.name}' if read.given else 'default'})")
 
 
 def _say(config: GateConfig) -> None:

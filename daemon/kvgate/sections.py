@@ -8,7 +8,7 @@ key (did you mean 'port'?)`. Keys that were asked for are the known ones; `finis
 import difflib
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -19,6 +19,8 @@ from kvtools.units import parse_duration, parse_size
 T = TypeVar("T")
 D = TypeVar("D")
 MAX_FILE_BYTES = 1 << 20
+SECRETS = frozenset({"api_key", "engine_env", "kvcached_env"})
+"""Keys whose values are not shown: environments carry tokens."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,6 +59,14 @@ def load_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: not YAML: {reason}") from None
 
 
+class Read(NamedTuple):
+    """One setting: its path in the file, its value, and whether the file gave it."""
+
+    path: str
+    value: Any
+    given: bool
+
+
 class _Missing:
     """Told apart from every value a key may have."""
 
@@ -67,8 +77,10 @@ _MISSING = _Missing()
 class Section:
     """One mapping of the file. `path` is where it lies, "" at the top."""
 
-    def __init__(self, value: Any, file: str, path: str = "") -> None:
+    def __init__(self, value: Any, file: str, path: str = "", report: "list[Read] | None" = None) -> None:
         self.file, self.path = file, path
+        self.report: list[Read] = [] if report is None else report
+        """What was read so far, by this section and all below it; for --show-config."""
         if value is None:
             value = {}
         if not isinstance(value, dict):
@@ -93,10 +105,15 @@ class Section:
         given = [name for name in (key, *aliases) if name in self.values]
         if len(given) > 1:
             raise self.error(given[1], f"is another name of {given[0]!r}: give one of them")
+        where = f"{self.path}.{key}" if self.path else key
         if not given or self.values[given[0]] is None:
+            if not isinstance(default, _Missing):
+                self.report.append(Read(where, default, False))
             return default
         try:
-            return parse(self.values[given[0]])
+            value = parse(self.values[given[0]])
+            self.report.append(Read(where, "***" if key in SECRETS else value, True))
+            return value
         except UsageError as error:
             raise self.error(given[0], error.message, hint=error.hint) from None
 
@@ -104,13 +121,14 @@ class Section:
         """As `take`, but absence is an error."""
         value = self.take(key, parse, _MISSING, *aliases)
         if isinstance(value, _Missing):
-            raise self.error("", f"needs {key!r}")
+            near = difflib.get_close_matches(key, self.rest(), n=1)
+            raise self.error("", f"needs {key!r}", hint=f"it has {near[0]!r}: did you mean that?" if near else "")
         return value
 
     def sub(self, key: str) -> "Section":
         """The mapping under `key`; an empty one when absent."""
         self._known[key] = None
-        return Section(self.values.get(key), self.file, f"{self.path}.{key}" if self.path else key)
+        return Section(self.values.get(key), self.file, f"{self.path}.{key}" if self.path else key, self.report)
 
     def rest(self) -> list[str]:
         """Keys nobody has asked for yet."""

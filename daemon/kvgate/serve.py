@@ -1,8 +1,10 @@
 """The life of `kvgate serve`: what starts in which order, what a signal does, what stops in which order.
 
-Start: configuration -> client -> traffic monitor -> sleep machines and router -> idle watch -> listener.
+Start: configuration -> listener bound -> traffic monitor -> router with its sleep machines -> engines, in order -> idle
+watch, stats segment -> requests are accepted.
 Stop (SIGTERM, SIGINT): not ready -> no new connections -> requests in flight finish, up to the deadline (10 s) -> idle
-watch -> health watches and queues -> client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
+watch -> engines (SIGTERM, up to the deadline again, then their whole group) -> health watches and queues -> segments ->
+client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
 
 A reload that does not parse changes nothing and is reported. Host, port, limits of the server itself and the key file's
 place are read at start only; the keys in the file are read again.
@@ -20,6 +22,7 @@ import uvicorn
 
 from kvgate import config as configuration
 from kvgate.config import GateConfig
+from kvgate.engines import Supervisor
 from kvgate.errors import ConfigError
 from kvgate.front import Front
 from kvgate.guard import Guard, KeyRing, is_loopback
@@ -44,6 +47,7 @@ class Gate:
         self.traffic = TrafficMonitor()
         self.router = Router(self.traffic, self.session)
         self.idle = IdleWatch(self.router)
+        self.supervisor = Supervisor(self.router, config)
         self.publisher = Publisher(self.router, config.path)
         self.guard = _guard(config)
         self.app = Front(self, Proxy(self.router, self.session, hide_credentials=config.api_keys is not None))
@@ -51,6 +55,7 @@ class Gate:
     def start(self) -> None:
         """Begin to watch engines and idle models."""
         self.router.apply(self.config)
+        self.supervisor.apply()
         self.idle.start()
         self.publisher.start()
 
@@ -59,6 +64,7 @@ class Gate:
         config = configuration.load(self.config.path)
         guard = _guard(config)
         done = self.router.apply(config)
+        self.supervisor.apply()
         self.config, self.guard = config, guard
         log.info("reloaded: added %s, removed %s, changed %s", done.added, done.removed, done.changed)
         return done
@@ -66,6 +72,7 @@ class Gate:
     async def stop(self) -> None:
         """Stop what `start` began, in the contract's order; requests have ended by now."""
         await self.idle.stop()
+        await self.supervisor.stop()
         await self.router.stop()
         await self.publisher.stop()
         await self.session.close()

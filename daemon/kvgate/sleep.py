@@ -79,6 +79,8 @@ class SleepMachine:
         self.can_sleep: bool | None = None
         """None until the engine has been asked."""
         self.last_wake_s = 0.0
+        self.patient = False
+        """Set by who starts the engine, while it may take its time: silence is then no failure."""
         self.sleeps_total = self.wakes_total = self.sleep_failures_total = self.wake_failures_total = 0
         self._control = control
         self._clock, self._wall = clock, wall
@@ -179,13 +181,23 @@ class SleepMachine:
             return
         if not alive:
             self._missed += 1
-            if self._missed >= self._health_failures and not (self.state is State.FAILED and not self._woke_in_vain):
+            failed = self.state is State.FAILED and not self._woke_in_vain
+            if self._missed >= self._health_failures and not self.patient and not failed:
                 self._fail(f"{self.name}: the engine does not answer /health", in_vain=False)
             return
         self._missed = 0
         if self.state is State.FAILED and self._woke_in_vain and self._clock() < self._retry_at:
             return
         await self._believe()
+
+    def lost(self, why: str, *, hopeless: bool) -> None:
+        """The engine's process is gone, says who started it. Requests wait for the next one, unless that is hopeless."""
+        self.last_error = why
+        if hopeless:
+            self._fail(why, in_vain=False)
+        elif not self.in_transition or self._resting:
+            self._enter(State.STARTING)
+        # Else the transition's own call fails in a moment, and what it leaves is found out by `check`.
 
     async def close(self) -> None:
         """Stop whatever runs and send the queue away."""
@@ -329,8 +341,8 @@ class SleepMachine:
             self.since = self._clock()
         if state is State.ASLEEP and self.asleep_since is None:
             self.asleep_since, self.asleep_at_wall = self._clock(), self._wall()
-        if state is State.AWAKE:
-            self.asleep_since, self.manual = None, False
+        if state in {State.AWAKE, State.STARTING}:
+            self.asleep_since, self.manual, self._minimum_until = None, False, 0.0
         if state is not State.FAILED:
             self._woke_in_vain = False
         if self._resting and state is not State.ASLEEP:

@@ -1,0 +1,290 @@
+"""The engines that kvgate starts itself: in order, watched, started again, and ended without a trace.
+
+    wait for the devices -> start -> serves? -> release the devices -> watch -> ended: pause, and again
+                                     |-> ended, or not in time: end the group, pause, and again
+
+Engines that share a device start one after the other, in the configuration's order: each measures the free memory it
+finds, and two that measure at once both take it. Instances that name no device share one place in that order.
+
+An engine that ends is started again after 1 s, then 2, 4, up to 60; one that served for a minute starts again at 1 s.
+Meanwhile its model is `starting` and requests wait; after three starts in a row that never served it is `failed` and they
+are answered at once. The last lines of its output are part of the error.
+
+Output goes to `<log_dir>/<name>.log` (0600), 16 MiB and one older file at most. When an engine has ended, its process group
+is killed and its pool segment removed, if no other process holds it.
+
+Concurrency: one task an engine. The event loop writes logs: lines are few and small, and the page cache takes them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+from kvgate.config import GateConfig, ModelConfig
+from kvgate.launcher import Held, Subprocess, Tmux, argv, environment, segment_of
+from kvgate.router import Backend, Router
+from kvtools.errors import KvError, NotFound
+from kvtools.output import printable
+from kvtools.segments import owner, pool
+from kvtools.segments.files import SHM
+
+log = logging.getLogger("kvgate.engines")
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+STEADY_S = 60.0
+VAIN_STARTS = 3
+LOG_BYTES = 16 << 20
+
+
+class EngineLog:
+    """One engine's output on disk, and its last lines in memory."""
+
+    def __init__(self, path: Path | None, limit: int = LOG_BYTES) -> None:
+        self.path = path
+        self._limit = limit
+        self._written = 0
+        self._fd = -1
+        self.last: deque[str] = deque(maxlen=3)
+        if path is not None:
+            self._open()
+
+    def _open(self) -> None:
+        assert self.path is not None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self.path, flags, 0o600)
+        self._written = os.fstat(self._fd).st_size
+
+    def write(self, piece: bytes) -> None:
+        """Keep `piece`. A full disk costs the log, not the engine."""
+        for line in piece.decode(errors="replace").splitlines():
+            if line.strip():
+                self.last.append(printable(line.strip())[:300])
+        if self._fd < 0 or self.path is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._written + len(piece) > self._limit:
+                self.path.replace(self.path.with_suffix(".log.1"))
+                os.close(self._fd)
+                self._open()
+            os.write(self._fd, piece)
+            self._written += len(piece)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Engine:
+    """One instance, from its first start to its end."""
+
+    def __init__(self, backend: Backend, supervisor: "Supervisor") -> None:
+        self.backend = backend
+        self.config = backend.config
+        assert backend.config.instance is not None
+        self.instance = backend.config.instance
+        self.starts_total = 0
+        self.pid = 0
+        self._supervisor = supervisor
+        self._held: Held | None = None
+        self._vain = 0
+        backend.machine.patient = True
+        self._task = asyncio.create_task(self._run(), name=f"engine {self.instance.name}")
+
+    @property
+    def name(self) -> str:
+        return self.instance.name
+
+    async def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            served_s = 0.0
+            try:
+                served_s = await self._once()
+            except KvError as error:
+                self._report(error.message)
+            except OSError as error:
+                self._report(f"cannot be started: {error.strerror or error}")
+            if not self.instance.restart:
+                self._report(self.backend.machine.last_error, final=True)
+                return
+            pause_s = FIRST_PAUSE_S if served_s >= STEADY_S else pause_s
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LAST_PAUSE_S)
+
+    async def _once(self) -> float:
+        """One life of the process; answers how long it served. Whatever happens, nothing of it is left afterwards."""
+        in_tmux = self.instance.launcher == "tmux"
+        output = EngineLog(None if in_tmux else self._supervisor.log_path(self.name))
+        ended: asyncio.Task[int] | None = None
+        try:
+            async with self._supervisor.turn(self.config):
+                held = await self._hold(output)
+                ended = asyncio.create_task(held.wait())
+                ready = await self._becomes_ready(ended)
+                if ready:
+                    await asyncio.sleep(self._supervisor.launch_delay_s)
+            served_from = time.monotonic()
+            status = await ended if ready or ended.done() else None
+        finally:
+            if ended is not None:
+                ended.cancel()
+            await self._clean_up()
+            output.close()
+        self._vain = 0 if ready else self._vain + 1
+        why = _ended(status) if status is not None else f"did not serve within {self.instance.ready_timeout_s:g} s"
+        said = f": {' | '.join(output.last)}" if output.last else ""
+        self._report(f"engine {self.name} {why}{said}")
+        return time.monotonic() - served_from if ready else 0.0
+
+    async def _hold(self, output: EngineLog) -> Held:
+        """Start the process and keep hold of it; being stopped meanwhile must not lose one that is half started."""
+        starting = asyncio.create_task(self._start(output))
+        try:
+            self._held = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(KvError, OSError):
+                self._held = await starting
+            raise
+        self.pid = self._held.pid
+        return self._held
+
+    async def _start(self, output: EngineLog) -> Held:
+        words, env = argv(self.config), environment(self.config, os.environ)
+        self.starts_total += 1
+        log.info("%s: starting: %s", self.name, " ".join(words))
+        if self.instance.launcher == "tmux":
+            return await Tmux.start(self.name, words, env, os.environ)
+        return await Subprocess.start(words, env, output.write)
+
+    async def _becomes_ready(self, ended: "asyncio.Task[int]") -> bool:
+        """Wait until the engine serves (True), ends, or its time is over (False)."""
+        machine = self.backend.machine
+        deadline = time.monotonic() + self.instance.ready_timeout_s
+        while time.monotonic() < deadline and not ended.done():
+            if await self.backend.control.healthy() and not ended.done():
+                machine.patient = False
+                self.backend.poke()
+                log.info("%s: serves (process %d)", self.name, self.pid)
+                return True
+            await asyncio.wait([ended], timeout=self._supervisor.poll_s)
+        return False
+
+    async def _clean_up(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            await held.end(self._supervisor.shutdown_timeout_s)
+            self.pid = 0
+            remove_segment(segment_of(self.config), self._supervisor.root)
+
+    def _report(self, why: str, *, final: bool = False) -> None:
+        """The engine is down: say so where people and clients look."""
+        log.warning("%s", why)
+        self.backend.machine.patient = not final
+        self.backend.machine.lost(why, hopeless=final or self._vain >= VAIN_STARTS)
+
+    async def stop(self) -> None:
+        """End the engine and its task; the process has the shutdown time to do it by itself."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _ended(status: int) -> str:
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def remove_segment(name: str, root: Path = SHM) -> None:
+    """Remove the pool segment of an engine that is gone: ours when its owner's lock is free, a foreign one in any case.
+
+    The gate started the engine, gave it a name of its own and has seen its whole group end: that is more than `kvctl prune`
+    can know, which never takes a segment without a sidecar.
+    """
+
+    def remove_pool() -> None:
+        with contextlib.suppress(NotFound):
+            pool.remove(name, root=root)
+
+    try:
+        if not owner.remove_stale(name, root=root, before=remove_pool) and owner.read_owner(name, root=root) is None:
+            remove_pool()
+    except KvError as error:
+        log.warning("the segment %s stays: %s", name, error.message)
+
+
+class Supervisor:
+    """All engines of one gate."""
+
+    def __init__(
+        self,
+        router: Router,
+        config: GateConfig,
+        *,
+        root: Path = SHM,
+        poll_s: float = 0.5,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.launch_delay_s = config.launch_delay_s
+        self.shutdown_timeout_s = config.shutdown_timeout_s
+        self.root = root
+        self.poll_s = min(poll_s, config.health_interval_s)
+        self._router = router
+        self._log_dir = config.log_dir or default_log_dir(environ)
+        self._turns: dict[int, asyncio.Lock] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def apply(self) -> None:
+        """Start an engine for every new backend that has an instance, and end those whose backend is gone."""
+        wanted = {name: b for name, b in self._router.backends.items() if b.config.instance is not None}
+        before: list[asyncio.Task[None]] = []
+        for name, engine in list(self.engines.items()):
+            if wanted.get(name) is not engine.backend:
+                del self.engines[name]
+                before.append(asyncio.create_task(self._retire(engine), name=f"end {engine.name}"))
+        self._ending.update(before)
+        for task in before:
+            task.add_done_callback(self._ending.discard)
+        for name, backend in wanted.items():
+            if name not in self.engines:
+                self.engines[name] = Engine(backend, self)
+
+    async def _retire(self, engine: Engine) -> None:
+        """Let the streams of a removed or changed model end, within its drain time, then end its engine."""
+        await engine.backend.lane.drained(engine.config.sleep.drain_timeout_s)
+        await engine.stop()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, config: ModelConfig) -> AsyncIterator[None]:
+        """Hold the places of the engine's devices. Locks are first come first served, and taken in one order."""
+        # A predecessor on the same port must be gone first.
+        while self._ending:
+            await asyncio.wait(self._ending)
+        async with contextlib.AsyncExitStack() as stack:
+            for device in config.devices or (-1,):
+                await stack.enter_async_context(self._turns.setdefault(device, asyncio.Lock()))
+            yield
+
+    def log_path(self, name: str) -> Path | None:
+        """Where `name`'s output goes; None, said once a start, when the folder cannot be made."""
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            log.warning("no engine logs: %s: %s", self._log_dir, error.strerror)
+            return None
+        return self._log_dir / f"{name.replace('/', '_')}.log"
+
+    async def stop(self) -> None:
+        """End all engines at once: each has the shutdown time to do it by itself."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines.values()), *self._ending)
+
+
+def default_log_dir(environ: Mapping[str, str], *, uid: Callable[[], int] = os.getuid) -> Path:
+    """/var/log/kvgate for root, else the user's state folder."""
+    if uid() == 0:
+        return Path("/var/log/kvgate")
+    home = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", "/")) / ".local" / "state")
+    return Path(home) / "kvgate"

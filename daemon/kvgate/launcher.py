@@ -1,0 +1,238 @@
+"""How one engine process is started: its command line, its environment, and the two ways to hold it.
+
+The command is vLLM's server in the instance's own Python (`venv_path`, else ours), or `command` where that is given. Added
+where the configuration is silent: `--host 127.0.0.1` (clients go through the gate), the short name as a second served
+name, VLLM_SERVER_DEV_MODE=1 (the sleep endpoints), a segment name of its own (two engines that share one overwrite each
+other's numbers), and the kvd connector when `kvd_socket` is given.
+
+A process leads a session of its own, so that all it starts is one process group: ending the group ends everything. It is
+told by the kernel when the gate dies (PR_SET_PDEATHSIG), also by kill -9, so no engine is left holding a GPU.
+
+`tmux` instead puts the engine into a session `kvgate-NAME` of the user's tmux server, to be looked at by hand; it lives
+until the gate, or the user, ends it.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvgate.config import ModelConfig
+from kvgate.errors import EngineError
+
+# Run between fork and exec of the engine, in an interpreter of its own: asks for the signal, and makes sure that the gate
+# did not die before it asked.
+_GUARDED = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+    "os.getppid() == int(sys.argv[1]) or sys.exit('the gate is gone')\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+class Held(Protocol):
+    """A running engine process."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended (negative: the signal that ended it; 0 where nobody can know)."""
+        ...
+
+    async def end(self, patience_s: float) -> None:
+        """End it: SIGTERM, then after `patience_s` SIGKILL for all that is left of its group. Returns when all are gone."""
+        ...
+
+
+def argv(config: ModelConfig) -> list[str]:
+    """The engine's command line."""
+    instance = config.instance
+    assert instance is not None
+    given = {word.partition("=")[0] for word in instance.args}
+    if instance.command:
+        return [*instance.command, *instance.args]
+    python = str(Path(instance.venv).expanduser() / "bin" / "python") if instance.venv else sys.executable
+    words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", instance.model, *instance.args]
+    if "--host" not in given:
+        words += ["--host", "127.0.0.1"]
+    if "--served-model-name" not in given and instance.name != instance.model:
+        words += ["--served-model-name", instance.model, instance.name]
+    if instance.kvd_socket and "--kv-transfer-config" not in given:
+        words += ["--kv-transfer-config", CONNECTOR]
+    return words
+
+
+CONNECTOR = (
+    '{"kv_connector":"KvdConnector","kv_role":"kv_both","kv_connector_module_path":"kvd.connector",'
+    '"kv_load_failure_policy":"recompute"}'
+)
+
+
+def segment_of(config: ModelConfig) -> str:
+    """The name of the pool segment this engine makes, if it makes one."""
+    assert config.instance is not None
+    return config.segment or "kvgate_" + re.sub(r"[^A-Za-z0-9_-]", "-", config.instance.name)[:57]
+
+
+def environment(config: ModelConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """The engine's environment: ours, what kvgate adds, and last what the configuration says."""
+    instance = config.instance
+    assert instance is not None
+    name = segment_of(config)
+    added = {"VLLM_SERVER_DEV_MODE": "1", "KVCACHED_IPC_NAME": name, "PYTHONUNBUFFERED": "1"}
+    if config.segment:
+        added["KVTOOLS_SEGMENT"] = name
+    if instance.kvd_socket:
+        added["KVD_SOCKET"] = instance.kvd_socket
+    if config.devices:
+        listed = ",".join(map(str, config.devices))
+        added |= {"CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed}
+    # The gate's own secrets are not the engine's business.
+    kept = {key: value for key, value in base.items() if not key.startswith("KVGATE_")}
+    return {**kept, **added, **dict(instance.environment)}
+
+
+class Subprocess:
+    """An engine as our child."""
+
+    def __init__(self, process: asyncio.subprocess.Process, reader: "asyncio.Task[None]") -> None:
+        self._process = process
+        self._reader = reader
+        self.pid = process.pid
+
+    @classmethod
+    async def start(cls, words: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None]) -> "Subprocess":
+        """Start `words`; every piece of output goes to `on_output`. Raises EngineError when the program is not there."""
+        found = _program(words[0], env)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _GUARDED, str(os.getpid()), found, *words[1:]),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        return cls(process, asyncio.create_task(_drain(process.stdout, on_output), name=f"output of {process.pid}"))
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def end(self, patience_s: float) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._process.wait()
+        # The leader is gone or has had its time; whatever it left in its group has no owner any more.
+        await end_group(self.pid)
+        await self._process.wait()
+        await asyncio.wait([self._reader], timeout=1.0)
+        self._reader.cancel()
+
+
+async def end_group(pgid: int) -> None:
+    """SIGKILL a process group until nothing of it runs (2 s at most: a process inside the kernel cannot be hurried)."""
+    deadline = time.monotonic() + 2.0
+    while _runs(pgid) and time.monotonic() < deadline:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pgid, signal.SIGKILL)
+        await asyncio.sleep(0.02)
+
+
+def _runs(pgid: int) -> bool:
+    """Whether a process of the group is alive. One that ended and was not reaped still takes signals, so those do not tell."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_bytes().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pgid and fields[0] not in {b"Z", b"X"}:
+            return True
+    return False
+
+
+async def _drain(stream: asyncio.StreamReader, on_output: Callable[[bytes], None]) -> None:
+    while piece := await stream.read(1 << 16):
+        on_output(piece)
+
+
+def _program(word: str, env: Mapping[str, str]) -> str:
+    import shutil
+
+    found = shutil.which(word, path=env.get("PATH"))
+    if found is None:
+        raise EngineError(f"cannot start {word}: no such program")
+    return found
+
+
+class Tmux:
+    """An engine in a tmux session."""
+
+    def __init__(self, session: str, pid: int, pidfd: int) -> None:
+        self.session, self.pid = session, pid
+        self._pidfd = pidfd
+        self._gone = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pidfd, self._on_exit)
+
+    @classmethod
+    async def start(cls, name: str, words: Sequence[str], env: Mapping[str, str], base: Mapping[str, str]) -> "Tmux":
+        """Start `words` in session `kvgate-NAME`, which must not exist. Raises EngineError."""
+        session = "kvgate-" + re.sub(r"[^A-Za-z0-9_-]", "-", name)
+        found = _program(words[0], env)
+        changed = [part for key, value in env.items() if base.get(key) != value for part in ("-e", f"{key}={value}")]
+        # Several words after the options are run as they are, without a shell.
+        await _tmux("new-session", "-d", "-s", session, *changed, "--", found, *words[1:])
+        pid = int(await _tmux("display-message", "-p", "-t", f"={session}:", "#{pane_pid}"))
+        try:
+            return cls(session, pid, os.pidfd_open(pid))
+        except ProcessLookupError:
+            raise EngineError(f"{words[0]} ended at once in tmux session {session}") from None
+
+    def _on_exit(self) -> None:
+        if not self._gone.is_set():
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._gone.set()
+
+    async def wait(self) -> int:
+        await self._gone.wait()
+        return 0  # tmux is the parent: the status is its own
+
+    async def end(self, patience_s: float) -> None:
+        if not self._gone.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._gone.wait()
+        await end_group(self.pid)
+        with contextlib.suppress(EngineError):
+            await _tmux("kill-session", "-t", f"={self.session}")
+        async with asyncio.timeout(2.0):
+            await self._gone.wait()
+
+
+async def _tmux(*words: str) -> str:
+    # Into a file, not a pipe: the server that the first session starts keeps the pipe's other end open for good.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                "tmux", *words, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT
+            )
+        except FileNotFoundError:
+            raise EngineError("launcher: tmux needs tmux, which is not installed") from None
+        status = await process.wait()
+        output.seek(0)
+        said = output.read(1 << 16).decode(errors="replace").strip()
+    if status:
+        raise EngineError(f"tmux {words[0]}: {said or f'exit status {status}'}")
+    return said

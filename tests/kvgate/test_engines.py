@@ -1,0 +1,208 @@
+"""Engines as processes: started in order, watched, started again, ended with everything they left behind."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvgate.config import load
+from kvgate.launcher import argv, environment
+from kvtools.segments import pool
+from tests.kvgate.process import GateProcess, alive, gate, instance, notes, write
+
+
+def test_engine_is_started_served_and_ended_with_the_gate(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)]) as running:
+        running.until(lambda: running.state("one") == "awake")
+        assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[1]["echo"] == "x"
+        pid = notes(tmp_path, "one")[0]["pid"]
+        assert alive(pid)
+        assert running.stop() == 0
+        assert not alive(pid)
+    log = tmp_path / "logs" / "one.log"
+    assert log.read_text() == "engine is up\n"
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+
+
+def test_requests_wait_while_the_engine_starts(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path, args="--start-delay 0.7")]) as running:
+        assert running.state("one") == "starting"
+        assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[0] == 200
+
+
+def test_engines_on_one_device_start_one_after_the_other_and_others_at_once(tmp_path: Path) -> None:
+    slow = "--start-delay 0.8"
+    first = instance("first", tmp_path, args=slow, devices=[0])
+    second = instance("second", tmp_path, devices=[0, 1])
+    apart = instance("apart", tmp_path, devices=[2])
+    with gate(tmp_path, instances=[first, second, apart]) as running:
+        running.until(lambda: running.state("apart") == "awake")
+        assert (len(notes(tmp_path, "first")), len(notes(tmp_path, "second"))) == (1, 0)
+        running.until(lambda: running.state("second") == "awake")
+        assert running.state("first") == "awake"
+        assert notes(tmp_path, "second")[0]["env"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_engine_that_dies_is_started_again_and_requests_wait_for_it(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)]) as running:
+        running.until(lambda: running.state("one") == "awake")
+        os.kill(notes(tmp_path, "one")[0]["pid"], signal.SIGKILL)
+        running.until(lambda: running.state("one") == "starting")
+        assert "ended by signal 9" in running.ask("/models")[1]["models"]["one"]["last_error"]
+        assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[0] == 200
+        assert len(notes(tmp_path, "one")) == 2
+
+
+def test_engine_that_never_serves_is_failed_with_its_last_words(tmp_path: Path) -> None:
+    bad = instance("bad", tmp_path, restart=False)
+    bad["command"] = ["sh", "-c", "echo out of memory; exit 3", "x"]
+    with gate(tmp_path, instances=[bad]) as running:
+        running.until(lambda: running.state("bad") == "failed")
+        status, body = running.ask("/v1/completions", {"model": "bad"})
+        assert status == 503
+        assert "ended with status 3: out of memory" in body["error"]["message"]
+
+
+def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    bad = instance("bad", tmp_path, restart=False)
+    bad["command"] = ["no-such-program-here"]
+    with gate(tmp_path, instances=[bad]) as running:
+        running.until(lambda: running.state("bad") == "failed")
+        assert "no-such-program-here" in running.ask("/models")[1]["models"]["bad"]["last_error"]
+
+
+def test_engine_that_is_not_ready_in_time_is_ended_and_tried_again(tmp_path: Path) -> None:
+    slow = instance("slow", tmp_path, args="--start-delay 60", ready_timeout_seconds=0.3)
+    with gate(tmp_path, instances=[slow]) as running:
+        running.until(lambda: len(notes(tmp_path, "slow")) == 2)
+        assert not alive(notes(tmp_path, "slow")[0]["pid"])
+        assert "did not serve within 0.3 s" in running.ask("/models")[1]["models"]["slow"]["last_error"]
+
+
+STUBBORN = """
+import os, pathlib, runpy, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = os.fork()
+if not child:
+    while True:
+        signal.pause()
+pathlib.Path({child!r}).write_text(str(child))
+sys.argv[0] = {fake!r}
+runpy.run_path({fake!r}, run_name="__main__")
+"""
+
+
+def test_children_of_the_engine_and_its_segment_go_with_it(tmp_path: Path, shm_name: Callable[[], str]) -> None:
+    """An engine that ignores SIGTERM, with a child of its own, and a segment nobody else would ever remove."""
+    name = shm_name()
+    pool.create_pool(name, 1 << 30)
+    stubborn = instance("one", tmp_path, segment=name)
+    program = tmp_path / "stubborn.py"
+    program.write_text(STUBBORN.format(fake=stubborn["command"][1], child=str(tmp_path / "child")))
+    stubborn["command"] = [stubborn["command"][0], str(program)]
+    with gate(tmp_path, instances=[stubborn], router={"shutdown_timeout_seconds": 0.5}) as running:
+        running.until(lambda: running.state("one") == "awake")
+        noted = notes(tmp_path, "one")[0]
+        assert noted["env"]["KVCACHED_IPC_NAME"] == noted["env"]["KVTOOLS_SEGMENT"] == name
+        child = int((tmp_path / "child").read_text())
+        assert (alive(noted["pid"]), alive(child)) == (True, True)
+        assert running.stop() == 0
+        assert (alive(noted["pid"]), alive(child)) == (False, False)
+    assert not (Path("/dev/shm") / name).exists()
+
+
+def test_no_engine_outlives_a_gate_that_is_killed(tmp_path: Path) -> None:
+    running = GateProcess(write(tmp_path, instances=[instance("one", tmp_path)]))
+    try:
+        running.until(lambda: running.state("one") == "awake")
+        pid = notes(tmp_path, "one")[0]["pid"]
+    finally:
+        running.stop(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(pid)
+    for path in Path("/dev/shm").glob("kvtools.gate.*"):
+        if str(running.process.pid) in _writer(path):
+            path.unlink()
+
+
+def _writer(path: Path) -> str:
+    return str(int.from_bytes(path.read_bytes()[24:32], "little"))
+
+
+def test_reload_starts_replaces_and_ends_engines(tmp_path: Path) -> None:
+    keep, gone = instance("keep", tmp_path), instance("gone", tmp_path)
+    with gate(tmp_path, instances=[keep, gone]) as running:
+        running.until(lambda: {running.state("keep"), running.state("gone")} == {"awake"})
+        write(tmp_path, instances=[keep, instance("new", tmp_path)])
+        status, body = running.ask("/admin/reload", method="POST")
+        assert (status, body["added"], body["removed"], body["unchanged"]) == (200, ["new"], ["gone"], ["keep"])
+        running.until(lambda: running.state("new") == "awake")
+        running.until(lambda: not alive(notes(tmp_path, "gone")[0]["pid"]))
+        assert len(notes(tmp_path, "keep")) == 1
+        assert running.ask("/v1/completions", {"model": "gone"})[0] == 404
+
+
+@pytest.fixture
+def tmux_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tmux server of the test's own."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMUX_TMPDIR", str(folder))
+    monkeypatch.delenv("TMUX", raising=False)
+    yield
+    subprocess.run(["tmux", "kill-server"], stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.real("tmux")
+@pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux: apt-get install tmux")
+def test_engine_in_a_tmux_session(tmp_path: Path, tmux_server: None) -> None:
+    one = instance("o.ne", tmp_path, launcher="tmux", engine_env=["MARK=a b;c"])
+    with gate(tmp_path, instances=[one]) as running:
+        running.until(lambda: running.state("o.ne") == "awake")
+        listed = subprocess.run(["tmux", "list-sessions", "-F", "#{session_name}"], capture_output=True, text=True)
+        assert listed.stdout == "kvgate-o-ne\n"
+        noted = notes(tmp_path, "o.ne")[0]
+        assert noted["env"]["MARK"] == "a b;c"
+        os.kill(noted["pid"], signal.SIGKILL)
+        running.until(lambda: len(notes(tmp_path, "o.ne")) == 2 and running.state("o.ne") == "awake")
+        assert running.stop() == 0
+    assert not alive(notes(tmp_path, "o.ne")[1]["pid"])
+
+
+def test_command_line_and_environment_of_a_vllm_instance(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        kvcached={"kvcached_page_size_mb": 2, "enable_kvcached": True},
+        instances=[
+            {
+                "model": "Qwen/Qwen3-0.6B",
+                "engine": "vllm",
+                "venv_path": "/opt/v",
+                "engine_args": ["--port 12348", "--max-model-len 64"],
+                "engine_env": ["A=b=c"],
+                "kvd_socket": "/run/kvd/kvd.sock",
+                "devices": 1,
+            }
+        ],
+    )
+    model = load(config).models["Qwen/Qwen3-0.6B"]
+    words = argv(model)
+    assert words[:5] == ["/opt/v/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Qwen3-0.6B"]
+    assert words[5:9] == ["--port", "12348", "--max-model-len", "64"]
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[words.index("--served-model-name") + 1 :][:2] == ["Qwen/Qwen3-0.6B", "Qwen3-0.6B"]
+    assert '"KvdConnector"' in words[words.index("--kv-transfer-config") + 1]
+    env = environment(model, {"PATH": "/bin", "KVGATE_KEY": "secret"})
+    assert env["KVCACHED_IPC_NAME"] == "kvgate_Qwen3-0-6B"
+    assert "KVTOOLS_SEGMENT" not in env  # the elastic pool is opt-in: `segment`
+    assert (env["KVCACHED_PAGE_SIZE_MB"], env["ENABLE_KVCACHED"], env["A"]) == ("2", "true", "b=c")
+    assert (env["KVD_SOCKET"], env["CUDA_VISIBLE_DEVICES"]) == ("/run/kvd/kvd.sock", "1")
+    assert "KVGATE_KEY" not in env
