@@ -1,0 +1,10 @@
+"""kvdoctor: can this host do GPU-direct, is the POSIX tier usable, and what is the one thing to mend?
+
+Collect, judge and render are strictly apart, so that a captured host is a test case, a support bundle and one side of a diff.
+
+facts      one typed, versioned, JSON-serialisable document about a host
+collect/   files, commands and system calls -> facts              parse/   text -> facts, pure
+rules/     facts -> results, pure                                 verdict  results -> verdicts, causes, next step
+report     results -> text                                        api      all of it without the command line
+app        the command
+"""

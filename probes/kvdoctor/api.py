@@ -1,0 +1,110 @@
+"""kvdoctor without the command: facts and rules for kvd, kvgate and kvtop. Imports no Typer, prints nothing, needs no privilege.
+
+    facts  = collect_host(paths=["/nvme/kvd"])        # looks at this host, bounded by `deadline_s`
+    report = judge(facts)                             # pure
+    why    = direct_reason("/nvme/kvd")               # one line, '' when GPU-direct is possible; no command is run
+
+`direct_reason` is cheap (file reads only, a few milliseconds) and meant for a log line at start-up.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.facts import Facts
+from kvdoctor.results import Report, Result
+from kvdoctor.verdict import judge
+
+__all__ = ["Facts", "Report", "Result", "collect_capture", "collect_host", "direct_reason", "judge", "posix_reason", "warnings"]
+
+
+def collect_host(
+    root: str | Path = "/",
+    paths: Sequence[str] = (),
+    *,
+    run_tools: bool = True,
+    deadline_s: float = 20.0,
+    with_ais_check: bool = False,
+    want: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    recorder: Any = None,
+) -> Facts:
+    """Look at this host, or at one whose tree is mounted at `root` (then no command of ours is asked about it).
+
+    `paths` are KV directories (default: what the environment or a running kvd names, else the current directory). With
+    `run_tools=False` nothing is executed. `want` is how many bytes each path should hold. Never takes longer than
+    `deadline_s` plus a second, whatever hangs.
+    """
+    from kvdoctor.collect.host import collect
+    from kvdoctor.collect.source import Source
+
+    source = Source(root, run_tools=run_tools and str(root) == "/", deadline_s=deadline_s, recorder=recorder)
+    return collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
+
+
+def collect_capture(folder: str | Path, paths: Sequence[str] = ()) -> Facts:
+    """Facts of a captured host: a directory with root/, cmd/ and case.json. Raises NotFound or UsageError for anything else."""
+    from kvdoctor.collect.host import collect
+    from kvdoctor.collect.source import Source
+    from kvtools.errors import NotFound, UsageError
+
+    home = Path(folder)
+    if not home.is_dir():
+        raise NotFound(f"no such capture: {home}", hint="kvdoctor capture DIR writes one")
+    if not (home / "root").is_dir() and not (home / "cmd").is_dir():
+        raise UsageError(f"not a capture: {home} holds neither root/ nor cmd/", hint="kvdoctor capture DIR writes one")
+    return collect(Source(home / "root", commands=home / "cmd"), paths=paths, case=read_case(home))
+
+
+def read_case(home: Path) -> dict[str, Any]:
+    """A capture's case.json ({} where it has none). Raises UsageError where it is not a JSON object."""
+    import json
+
+    from kvtools.errors import UsageError
+
+    try:
+        case = json.loads((home / "case.json").read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{home / 'case.json'}: {error}", hint="it must be a JSON object {case, context, kv_path, env}") from None
+    if not isinstance(case, dict):
+        raise UsageError(f"{home / 'case.json'} is not a JSON object", hint="it must hold case, context, kv_path and env")
+    return case
+
+
+def first_fault(report: Report, need: str) -> str:
+    """'observed (id)' of the first root cause that stands against `need`, '' where none does."""
+    for check_id in [*report.roots, *(item.id for item in report.results)]:
+        for item in report.by_id(check_id):
+            if item.need == need and item.status == "fail":
+                return f"{item.observed} ({item.id})"
+    return ""
+
+
+def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
+    """One line why a file in `path` cannot move between GPU and disk directly, '' when nothing stands against it.
+
+    No command is run and no probe file is made unless `facts` from a fuller look are handed in.
+    """
+    facts = facts or collect_host(root, [path], run_tools=False, deadline_s=2.0)
+    report = judge(facts)
+    if report.verdict == "no-gpu":
+        return "no AMD or NVIDIA GPU on this host (gpu.present)"
+    return first_fault(report, "R")
+
+
+def posix_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
+    """One line why the POSIX tier cannot use `path`, '' when it can."""
+    facts = facts or collect_host(root, [path], run_tools=False, deadline_s=2.0)
+    return first_fault(judge(facts, only=["storage", "limits"]), "P")
+
+
+def warnings(report: Report) -> list[str]:
+    """Root causes as one line each, worst first: what kvgate shows at its start, refusing nothing."""
+    found = []
+    for check_id in report.roots:
+        for item in report.by_id(check_id):
+            if item.bad and not item.caused_by and item.id != "gpu.present":
+                found.append(f"{item.status}: {item.observed} ({item.id})")
+    return found

@@ -1,0 +1,10 @@
+"""Collect: read a host into one `Facts` document. No judgement is made here.
+
+source       the seam: files, commands, system calls; live, below a root, or from a capture
+tools        one external command with a deadline that holds
+environment  container, privileges, virtual machine        gpu      PCI GPUs, links, KFD topology
+kernel       options, symbols, IOMMU, ACS, log             driver   amdgpu: loaded, on disk, dkms, Secure Boot
+rocm         ROCm, HIP, hipFile                            nvidia   GPUDirect Storage
+storage      mounts, block stacks, journal, direct I/O     limits   shm, memlock, open files, cgroup memory
+engines      vLLM, LMCache, kvd, console scripts           host     `collect`: all of it, in order
+"""

@@ -1,0 +1,177 @@
+"""`collect`: all collectors over one source, commands started first so that they run beside the file reads."""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvdoctor.collect import driver, engines, environment, gpu, kernel, limits, nvidia, rocm, storage
+from kvdoctor.collect.source import Source
+from kvdoctor.facts import Facts
+from kvdoctor.parse.aischeck import parse_ais_check
+from kvdoctor.parse.mounts import parse_mdstat
+
+SMI_TOOLS = {
+    "amd-smi": ["amd-smi"],
+    "nvidia-smi": ["nvidia-smi", "--query-gpu=pci.bus_id,name,driver_version", "--format=csv,noheader"],
+}
+
+
+def collect(
+    source: Source,
+    *,
+    paths: Sequence[str] = (),
+    case: dict[str, Any] | None = None,
+    with_ais_check: bool = False,
+    want: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Facts:
+    """Facts of the host behind `source`.
+
+    `paths` are the KV folders to judge; not given, they come from the capture (`case`), the environment, a running kvd, or
+    else the current directory. `want` is how many bytes a path should hold. Never raises for a fact it cannot learn.
+    """
+    started = time.monotonic()
+    say = progress or (lambda _: None)
+    case = case or {}
+    facts = Facts(case=str(case.get("case", "")), context=str(case.get("context", "live" if not source.root else "root")))
+    facts.partial = not source.live and not case.get("complete", False)
+    facts.files_captured = source.is_folder("/proc") or source.is_folder("/sys")
+    facts.env = _environ(source, case)
+    say("processes")
+    scanned = _scan(source)
+    daemon_paths, arena, long_bytes, group = engines.daemon_settings(scanned)
+    arena = arena or _arena(facts.env)
+    chosen = choose_paths(paths, case, facts.env, daemon_paths)
+    storage.start_probe(source, [path for path, _ in chosen], write=True)
+    say("GPUs")
+    facts.pci_captured = source.is_folder("/sys/bus/pci")
+    facts.gpus = gpu.collect_gpus(source)
+    _start_tools(source, facts, with_ais_check=with_ais_check)
+    facts.environment = environment.collect_environment(source, facts.env, facts.context)
+    say("kernel")
+    facts.kernel = kernel.collect_kernel(source, symbols=bool(facts.gpus) or not source.live)
+    facts.kfd, facts.kfd_denied = gpu.collect_kfd(source)
+    facts.device_access = _device_access(source, facts)
+    facts.nvme_multipath = source.word("/sys/module/nvme_core/parameters/multipath")
+    if not source.live or facts.gpus:
+        facts.log = kernel.collect_log(source)
+    say("driver")
+    facts.driver = driver.collect_driver(
+        source, facts.kernel.release, facts.kernel.cmdline, facts.log, in_container=facts.environment.in_container
+    )
+    if not source.live or facts.amd:
+        facts.rocm = rocm.collect_rocm(source, facts.env)
+    if not source.live or facts.nvidia_gpus:
+        facts.nvidia = nvidia.collect_nvidia(source, facts.env)
+    say("storage")
+    mdstat = source.read("/proc/mdstat", 1 << 18)
+    facts.md = None if mdstat is None else parse_mdstat(mdstat)
+    facts.paths = storage.collect_paths(source, chosen, want or long_bytes)
+    chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
+    kernel.collect_acs(source, facts.kernel, chains)
+    say("limits")
+    facts.limits = limits.collect_limits(source, capabilities=facts.environment.capabilities, daemon_group=group, arena=arena)
+    facts.engines = engines.collect_engines(source, scanned)
+    facts.scripts = engines.collect_scripts(source)
+    say("tools")
+    _gather_tools(source, facts)
+    facts.denied = dict(source.denied)
+    facts.seconds = round(time.monotonic() - started, 3)
+    return facts
+
+
+def choose_paths(
+    given: Sequence[str], case: dict[str, Any], env: dict[str, str], daemon_paths: Sequence[str]
+) -> list[tuple[str, str]]:
+    """(path, where it comes from): --path, a capture's kv_path, KVD_LONG_PATH, hipFile's roots, a running kvd, or here."""
+    if given:
+        return [(os.path.abspath(path), "--path") for path in dict.fromkeys(given)]  # noqa: PTH100 - links are kept
+    recorded = case.get("kv_paths") or ([case["kv_path"]] if case.get("kv_path") else [])
+    if recorded:
+        return [(str(path), "the capture") for path in recorded]
+    if text := env.get("KVD_LONG_PATH"):
+        return [(path, "KVD_LONG_PATH") for path in text.split(":") if path]
+    if roots := parse_roots(env.get("INFERA_KVD_HIPFILE_ROOTS", "")):
+        return [(path, "INFERA_KVD_HIPFILE_ROOTS") for path in roots]
+    if daemon_paths:
+        return [(path, "the running kvd") for path in daemon_paths]
+    return [] if case else [(os.getcwd(), "the current directory")]  # noqa: PTH109
+
+
+def parse_roots(text: str) -> list[str]:
+    """Folders of 'long=/nvme/a,short=/nvme/b' (a bare folder counts too)."""
+    return [part.partition("=")[2] or part for part in (item.strip() for item in text.split(",")) if part]
+
+
+def _environ(source: Source, case: dict[str, Any]) -> dict[str, str]:
+    if source.live:
+        return engines.filtered_environ(dict(os.environ))
+    env = case.get("env")
+    return {str(name): str(value) for name, value in env.items()} if isinstance(env, dict) else {}
+
+
+def _scan(source: Source) -> dict[str, Any]:
+    answer = source.value("processes", engines.scan_processes)
+    return answer if isinstance(answer, dict) else {}
+
+
+def _arena(env: dict[str, str]) -> int | None:
+    from kvtools.errors import UsageError
+    from kvtools.units import parse_size
+
+    try:
+        return parse_size(env["KVD_MAX_BYTES"]) if env.get("KVD_MAX_BYTES") else None
+    except UsageError:
+        return None
+
+
+def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:
+    """Begin every command this host calls for; a host without a GPU needs none."""
+    if not source.live:
+        return
+    release = os.uname().release
+    if facts.amd:
+        driver.start_tools(source, release)
+        source.start("amd-smi", SMI_TOOLS["amd-smi"])
+        if not os.access("/dev/kmsg", os.R_OK) or os.geteuid() != 0:
+            source.start("journal", ["journalctl", "-k", "-b", "-o", "short-monotonic", "--no-pager", "-q"])
+            source.start("dmesg", ["dmesg"])
+        if with_ais_check:
+            source.start("ais-check", ["ais-check"], deadline_s=10.0)
+    if facts.nvidia_gpus:
+        source.start("nvidia-smi", SMI_TOOLS["nvidia-smi"])
+        nvidia.start_tools(source)
+
+
+def _gather_tools(source: Source, facts: Facts) -> None:
+    """Answers of the tools that judge the tools themselves, and of the vendor's checker."""
+    for key in ("amd-smi", "rocm-smi", "rocminfo", "nvidia-smi"):
+        if run := source.answer(key):
+            facts.tools[key] = run
+    if run := source.answer("ais-check"):
+        facts.tools["ais-check"] = run
+        if run.answered:
+            facts.ais_check = parse_ais_check(run.out, run.err, run.rc)
+    facts.tools.update({key: run for key, run in source.runs.items() if run.state in ("hung", "abandoned")})
+
+
+def _device_access(source: Source, facts: Facts) -> dict[str, str] | None:
+    """Whether this user may open the nodes compute needs. Opening /dev/kfd makes a process known to the driver, so only
+    permission is asked."""
+
+    def ask() -> dict[str, str]:
+        nodes = ["/dev/kfd", *(f"/dev/dri/{name}" for name in source.names("/dev/dri") if name.startswith("renderD"))]
+        return {node: _access(source.host_path(node)) for node in nodes}
+
+    if source.live and not facts.amd:
+        return None
+    answer = source.value("devices", ask)
+    return {str(node): str(state) for node, state in answer.items()} if isinstance(answer, dict) else None
+
+
+def _access(path: str) -> str:
+    if not os.path.exists(path):  # noqa: PTH110
+        return errno.errorcode[errno.ENOENT]
+    return "ok" if os.access(path, os.R_OK | os.W_OK) else errno.errorcode[errno.EACCES]

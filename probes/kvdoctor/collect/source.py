@@ -1,0 +1,312 @@
+"""The one seam between kvdoctor and a host: every file, command and system call of the collectors goes through here.
+
+Three kinds of host look the same from above. *Live*: the machine this runs on. *Root*: its file tree bind-mounted somewhere
+(`--root /host`), no command is run. *Capture*: a directory with `root/` (files), `cmd/` (KEY.out, .err, .rc, .hang for
+commands, KEY.json for system calls) and `case.json` ({case, context, kv_path, env}); nothing of this machine is looked at.
+
+Symbolic links are followed inside the root, as chroot would. Every read is bounded. A file that exists and cannot be read
+is remembered in `denied`, because "may not look" and "is not there" lead to different verdicts. With a `Recorder` set, all
+that is read is written down in the layout of a capture: that is how `kvdoctor capture` works, and why a capture judged
+elsewhere gives the same report.
+
+Commands run on threads of their own from `start` on, so a slow one costs nothing until its answer is needed.
+"""
+
+import contextlib
+import errno
+import gzip
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvdoctor.collect import tools
+from kvdoctor.facts import ToolRun
+
+MAX_READ = 4 << 20
+MAX_LINKS = 40
+
+
+class Recorder(Protocol):
+    """Takes down what a source reads (see `kvdoctor.capture`)."""
+
+    def file(self, path: str, data: bytes) -> None: ...
+    def link(self, path: str, target: str) -> None: ...
+    def folder(self, path: str) -> None: ...
+    def denied(self, path: str, reason: str) -> None: ...
+    def tool(self, run: ToolRun) -> None: ...
+    def value(self, key: str, value: Any) -> None: ...
+
+
+class Source:
+    """A host to look at. `commands` is a capture's cmd/ folder; None means commands and system calls are real."""
+
+    def __init__(
+        self,
+        root: str | Path = "/",
+        *,
+        commands: Path | None = None,
+        run_tools: bool = True,
+        deadline_s: float = 20.0,
+        tool_deadline_s: float = 5.0,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = "" if str(root) == "/" else str(root).rstrip("/")
+        self.commands = commands
+        self.live = commands is None
+        self.run_tools = run_tools and self.live
+        self.recorder = recorder
+        self.denied: dict[str, str] = {}
+        self.runs: dict[str, ToolRun] = {}
+        self._tool_deadline_s = tool_deadline_s
+        self._clock = clock
+        self._end = clock() + deadline_s
+        self._threads: dict[str, threading.Thread] = {}
+        self._links: dict[str, str | None] = {}
+
+    def remaining(self) -> float:
+        """Seconds left of the whole run's deadline, never negative."""
+        return max(0.0, self._end - self._clock())
+
+    # Files
+
+    def real(self, path: str) -> str:
+        """`path` with every symbolic link followed inside the root; what does not exist is kept as written."""
+        todo = [part for part in path.split("/") if part]
+        done: list[str] = []
+        followed = 0
+        while todo:
+            part = todo.pop(0)
+            if part == ".":
+                continue
+            if part == "..":
+                if done:
+                    done.pop()
+                continue
+            here = "/" + "/".join([*done, part])
+            target = self._link(here)
+            if target is None:
+                done.append(part)
+                continue
+            followed += 1
+            if followed > MAX_LINKS:
+                return here
+            todo = [piece for piece in target.split("/") if piece] + todo
+            if target.startswith("/"):
+                done = []
+        return "/" + "/".join(done)
+
+    def _link(self, path: str) -> str | None:
+        if path not in self._links:
+            try:
+                self._links[path] = os.readlink(self.root + path)  # noqa: PTH115 - the hot path of every run
+                if self.recorder:
+                    self.recorder.link(path, self._links[path] or "")
+            except OSError:
+                self._links[path] = None
+        return self._links[path]
+
+    def host_path(self, path: str) -> str:
+        """Where `path` of the host lies on this machine."""
+        return self.root + self.real(path)
+
+    def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes | None:
+        """Up to `limit` bytes of a file, or None; a refusal is remembered in `denied`."""
+        try:
+            with open(self.host_path(path), "rb") as file:  # noqa: PTH123 - the hot path of every run
+                data = file.read(limit)
+        except OSError as error:
+            self.refused(path, error)
+            return None
+        if self.recorder:
+            self.recorder.file(self.real(path), data)
+        return data
+
+    def read(self, path: str, limit: int = MAX_READ) -> str | None:
+        """A text file, or None. Bytes that are not UTF-8 are kept visible, never an error."""
+        data = self.read_bytes(path, limit)
+        return None if data is None else data.decode("utf-8", "replace")
+
+    def word(self, path: str) -> str | None:
+        """The first line of a small file, blanks stripped: most of sysfs."""
+        data = self.read(path, 4096)
+        return None if data is None else data.split("\n", 1)[0].strip()
+
+    def number(self, path: str) -> int | None:
+        """A decimal or 0x number in a file, or None."""
+        text = self.word(path)
+        try:
+            return None if text is None else int(text, 0)
+        except ValueError:
+            return None
+
+    def matching(self, path: str, needles: Iterable[str]) -> list[str] | None:
+        """Lines of a (possibly gzip'ed) file that hold one of `needles`; None where it cannot be read or is empty.
+
+        The file is streamed, so that 8 MB of kallsyms cost no memory; a capture keeps just these lines.
+        """
+        wanted = [needle.encode() for needle in needles]
+        found: list[bytes] = []
+        first = b""
+        try:
+            with open(self.host_path(path), "rb") as raw:  # noqa: PTH123
+                packed = path.endswith(".gz")
+                stream = gzip.GzipFile(fileobj=raw) if packed else raw
+                rest = b""
+                while block := stream.read(1 << 20):
+                    block = rest + block
+                    cut = block.rfind(b"\n") + 1
+                    rest, block = block[cut:], block[:cut]
+                    first = first or block[:200].split(b"\n", 1)[0]
+                    if any(needle in block for needle in wanted):
+                        found += [line for line in block.split(b"\n") if any(needle in line for needle in wanted)]
+                if any(needle in rest for needle in wanted):
+                    found.append(rest)
+                first = first or rest[:200]
+        except (OSError, EOFError) as error:
+            self.refused(path, error)
+            return None
+        if not first:
+            return None
+        if self.recorder:
+            kept = found if first in found else [first, *found]
+            self.recorder.file(self.real(path).replace("config.gz", "config.txt"), b"\n".join(kept) + b"\n")
+        return [line.decode("utf-8", "replace") for line in found]
+
+    def contains(self, path: str, needle: bytes) -> bool | None:
+        """Whether a (large) file holds `needle`; None where it cannot be read."""
+        try:
+            with open(self.host_path(path), "rb") as file:  # noqa: PTH123
+                tail = b""
+                found = False
+                while block := file.read(1 << 20):
+                    if needle in tail + block:
+                        found = True
+                        break
+                    tail = block[-len(needle) :]
+        except OSError as error:
+            self.refused(path, error)
+            return None
+        if self.recorder:
+            self.recorder.file(self.real(path), needle if found else b"(searched, not found)")
+        return found
+
+    def names(self, path: str) -> list[str]:
+        """Sorted names in a folder, empty where there is none."""
+        try:
+            found = sorted(os.listdir(self.host_path(path)))  # noqa: PTH208 - names are enough
+        except OSError as error:
+            self.refused(path, error)
+            return []
+        if self.recorder:
+            for name in found:
+                self._note(f"{self.real(path).rstrip('/')}/{name}")
+        return found
+
+    def _note(self, path: str) -> None:
+        """Record that `path` is there: a link with its target, a folder, or an empty file until it is read."""
+        assert self.recorder
+        if self._link(path) is not None:
+            return
+        if Path(self.root + path).is_dir():
+            self.recorder.folder(path)
+        else:
+            self.recorder.file(path, b"")
+
+    def exists(self, path: str) -> bool:
+        """Whether `path` is there, links followed inside the root."""
+        there = os.path.lexists(self.host_path(path))
+        if there and self.recorder:
+            self._note(self.real(path))
+        return there
+
+    def is_folder(self, path: str) -> bool:
+        there = Path(self.host_path(path)).is_dir()
+        if there and self.recorder:
+            self.recorder.folder(self.real(path))
+        return there
+
+    def refused(self, path: str, error: Exception) -> None:
+        number = getattr(error, "errno", None)
+        if number in (None, errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.EISDIR):
+            return
+        self.denied[path] = errno.errorcode.get(number, str(number))
+        if self.recorder:
+            self.recorder.denied(path, self.denied[path])
+
+    # Commands and system calls
+
+    def start(self, key: str, argv: list[str], *, deadline_s: float | None = None) -> None:
+        """Begin a command; its answer is fetched with `answer`. In a capture, and below a foreign root, nothing is run."""
+        if not self.run_tools or key in self._threads:
+            return
+        limit = min(deadline_s or self._tool_deadline_s, self.remaining())
+        thread = threading.Thread(target=self._run, args=(key, argv, limit), name=f"tool {key}", daemon=True)
+        self._threads[key] = thread
+        thread.start()
+
+    def _run(self, key: str, argv: list[str], limit: float) -> None:
+        self.runs[key] = tools.run(key, argv, limit)
+
+    def answer(self, key: str) -> ToolRun | None:
+        """What a command printed, or None where it was not run (or is not in the capture)."""
+        if not self.live:
+            return self._recorded(key)
+        thread = self._threads.get(key)
+        if thread is None:
+            return None
+        # The thread ends by itself at its own deadline; this bound only guards against a bug there.
+        thread.join(self.remaining() + tools.GRACE_S + 1.0)
+        run = self.runs.get(key) or ToolRun(key=key, state="abandoned")
+        if self.recorder:
+            self.recorder.tool(run)
+        return run
+
+    def _recorded(self, key: str) -> ToolRun | None:
+        assert self.commands is not None
+        if key in self.runs:
+            return self.runs[key]
+        parts = {suffix: self._command_file(f"{key}.{suffix}") for suffix in ("out", "err", "rc", "hang")}
+        if all(part is None for part in parts.values()):
+            return None
+        run = ToolRun(key=key, out=parts["out"] or "", err=parts["err"] or "")
+        if parts["hang"] is not None:
+            run.state = "abandoned" if "state D" in parts["hang"] or "abandoned" in parts["hang"] else "hung"
+        with contextlib.suppress(ValueError):
+            run.rc = int((parts["rc"] or "0").strip() or "0")
+        run.state = "missing" if run.rc == 127 and run.state == "ok" else run.state
+        self.runs[key] = run
+        return run
+
+    def _command_file(self, name: str) -> str | None:
+        assert self.commands is not None
+        try:
+            with (self.commands / name).open("rb") as file:
+                return file.read(MAX_READ).decode("utf-8", "replace")
+        except OSError:
+            return None
+
+    def captured(self, name: str) -> str | None:
+        """A file of a capture's cmd/ folder by its whole name (lspci-acs.out, engine.log); None on a live host."""
+        return None if self.live else self._command_file(name)
+
+    def value(self, key: str, ask: Callable[[], Any]) -> Any:
+        """The answer of a system call as a JSON value: `ask()` on this machine, KEY.json in a capture, None where neither."""
+        if not self.live:
+            text = self._command_file(f"{key}.json")
+            try:
+                return None if text is None else json.loads(text)
+            except ValueError:
+                return None
+        try:
+            found = ask()
+        except OSError as error:
+            self.refused(f"({key})", error)
+            return None
+        if self.recorder:
+            self.recorder.value(key, found)
+        return found

@@ -1,0 +1,247 @@
+"""The registry of checks, and what several rules share.
+
+A rule is `(Facts) -> Result | list[Result]`, registered by `@check(id, need, title)`; the group is the id's first part. Ids
+are API. Rules never raise: where a fact is None they say `unknown`, or `skip` when the capture is partial and the fact
+belongs to what hand-made captures leave out (see `absent`).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvdoctor.facts import Facts, Gpu, KvPath
+from kvdoctor.parse.kfd import node_bdf, smi_guest, smi_names
+from kvdoctor.results import Confidence, Evidence, Need, Result, Status
+
+Rule = Callable[[Facts], "Result | list[Result]"]
+Answer = TypeVar("Answer", bound="Result | list[Result]")
+
+GROUPS = {
+    "env": "Environment",
+    "gpu": "GPU",
+    "driver": "Driver",
+    "ais": "AIS",
+    "kernel": "Kernel",
+    "rocm": "ROCm",
+    "nv": "NVIDIA GDS",
+    "storage": "Storage",
+    "limits": "Limits",
+    "cfg": "Configuration",
+    "kvd": "kvd",
+}
+"""Group key -> heading, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class Check:
+    id: str
+    need: Need
+    title: str
+    rule: Rule
+    group: str
+
+
+SHM = "/dev/shm"  # noqa: S108 - the folder that is judged
+
+CHECKS: dict[str, Check] = {}
+"""Every check by id, filled as the rule modules are imported (see `registry`)."""
+
+
+def group_of(check_id: str) -> str:
+    """The group of an id: its first part, but for the driver's and the topology's."""
+    if check_id.startswith("gpu.driver."):
+        return "driver"
+    return "kernel" if check_id == "p2p.topology" else check_id.split(".", 1)[0]
+
+
+def check(check_id: str, need: Need, title: str) -> Callable[[Callable[[Facts], Answer]], Callable[[Facts], Answer]]:
+    """Register a rule."""
+
+    def register(rule: Callable[[Facts], Answer]) -> Callable[[Facts], Answer]:
+        assert check_id not in CHECKS
+        CHECKS[check_id] = Check(check_id, need, title, rule, group_of(check_id))
+        return rule
+
+    return register
+
+
+MODULES = (
+    *("environment", "gpu", "driver", "ais", "kernel", "rocm", "nvidia"),
+    *("storage", "backing", "directio", "limits", "config", "health"),
+)
+
+
+@functools.cache
+def registry() -> dict[str, Check]:
+    """All checks, in the order of the report: rule modules are imported when they are first asked for."""
+    for name in MODULES:
+        importlib.import_module(f"kvdoctor.rules.{name}")
+    order = list(GROUPS)
+    return {item.id: item for item in sorted(CHECKS.values(), key=lambda item: order.index(item.group))}
+
+
+def result(
+    status: Status,
+    observed: str = "",
+    *,
+    expected: str = "",
+    why: str = "",
+    fix: str = "",
+    commands: list[str] | None = None,
+    evidence: list[Evidence] | None = None,
+    confidence: Confidence = "high",
+    scope: str = "host",
+) -> Result:
+    return Result(
+        status=status,
+        observed=observed,
+        expected=expected,
+        why=why,
+        fix=fix,
+        commands=commands or [],
+        evidence=evidence or [],
+        confidence=confidence,
+        scope=scope,
+    )
+
+
+def skip(why: str, scope: str = "host") -> Result:
+    return Result(status="skip", observed=why, scope=scope)
+
+
+def unknown(why: str, *, fix: str = "", scope: str = "host", evidence: list[Evidence] | None = None) -> Result:
+    return Result(status="unknown", observed=why, fix=fix, scope=scope, evidence=evidence or [], confidence="low")
+
+
+def absent(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Result:
+    """The fact is not there: nobody captured it (skip), or this host would not tell (unknown)."""
+    if facts.partial:
+        return skip(f"{what}: not in this capture", scope)
+    return unknown(f"{what} could not be read", scope=scope, fix=fix)
+
+
+# Which GPUs there are
+
+
+def has_amd(facts: Facts) -> bool:
+    return bool(facts.amd) or (not facts.gpus and bool(smi_names(_tool_text(facts, "amd-smi"))))
+
+
+def has_nvidia(facts: Facts) -> bool:
+    """NVIDIA by PCI, or, where a capture holds no PCI tree, by its own tools' output."""
+    if facts.nvidia_gpus:
+        return True
+    return not facts.gpus and (facts.nvidia.gdscheck is not None or facts.nvidia.cufile_error is not None)
+
+
+def gpu_unjudged(facts: Facts) -> bool:
+    """A capture of command output only: whether the host has a GPU cannot be told."""
+    return facts.partial and not facts.files_captured and not has_amd(facts) and not has_nvidia(facts)
+
+
+def no_gpu(facts: Facts) -> bool:
+    return not has_amd(facts) and not has_nvidia(facts) and not gpu_unjudged(facts)
+
+
+def amd_only(rule: Callable[[Facts], Answer]) -> Callable[[Facts], Answer | Result]:
+    """Skip a rule where no AMD GPU is."""
+
+    def guarded(facts: Facts) -> Answer | Result:
+        return rule(facts) if has_amd(facts) else skip("no AMD GPU")
+
+    guarded.__doc__, guarded.__name__ = rule.__doc__, getattr(rule, "__name__", "rule")
+    return guarded
+
+
+def nvidia_only(rule: Callable[[Facts], Answer]) -> Callable[[Facts], Answer | Result]:
+    """Skip a rule where no NVIDIA GPU is."""
+
+    def guarded(facts: Facts) -> Answer | Result:
+        return rule(facts) if has_nvidia(facts) else skip("no NVIDIA GPU")
+
+    guarded.__doc__, guarded.__name__ = rule.__doc__, getattr(rule, "__name__", "rule")
+    return guarded
+
+
+def each_path(facts: Facts, rule: Callable[[Facts, KvPath], Result]) -> list[Result]:
+    """One result a KV path; a single skip where there is none."""
+    if not facts.paths:
+        return [skip("no KV path to judge: give one with --path")]
+    found = []
+    for path in facts.paths:
+        answer = rule(facts, path)
+        answer.scope = path.path
+        found.append(answer)
+    return found
+
+
+def direct_only(facts: Facts, answer: Result) -> Result:
+    """A storage answer that matters only to GPU-direct: on a host without a GPU it informs, whatever it is."""
+    if no_gpu(facts) and answer.bad:
+        answer.status = "info"
+        answer.why = "It would matter to GPU-direct only, and there is no GPU here."
+        answer.fix, answer.commands = "", []
+    return answer
+
+
+# Kinds of AMD GPU
+
+VF_IDS = {"7410", "74b5", "74b6", "74b9", "74bd", "75b0", "75b3"}
+"""PCI ids of Instinct virtual functions as pci.ids names them (MI210, MI300X, MI308X, MI325X, MI350X, MI355X)."""
+APU_IDS = {
+    *("74a0", "1586", "150e", "1114", "15bf", "15c8", "1900", "1901", "164e", "13c0", "1681", "1506", "1636", "1638", "164c"),
+    *("15d8", "15dd", "163f"),
+}
+"""PCI ids of APUs: MI300A, Strix Halo, Strix, Krackan, Phoenix, Hawk Point, Raphael, Granite Ridge, Rembrandt, and older."""
+
+
+def _tool_text(facts: Facts, key: str) -> str:
+    run = facts.tool(key)
+    return run.out if run else ""
+
+
+def smi_name(facts: Facts, gpu: Gpu) -> str:
+    """amd-smi's market name of a GPU; with one GPU in the table it is that one, whatever address the guest shows."""
+    names = smi_names(_tool_text(facts, "amd-smi"))
+    if gpu.bdf in names:
+        return names[gpu.bdf]
+    return next(iter(names.values())) if len(names) == 1 and len(facts.amd) == 1 else ""
+
+
+def vf_reason(facts: Facts, gpu: Gpu) -> str:
+    """Why a GPU is a virtual function, or ''. A whole GPU passed through to a guest is none."""
+    if gpu.virtual_function:
+        return "its PCI function has a physfn link"
+    name = smi_name(facts, gpu)
+    if name.endswith(" VF"):
+        return f"amd-smi calls it {name}"
+    if gpu.device in VF_IDS:
+        return f"PCI id 1002:{gpu.device} is a virtual function's"
+    warned = facts.ais_check.virtual_functions if facts.ais_check else []
+    return next((f"ais-check warns: {text}" for text in warned if text.startswith(gpu.bdf)), "")
+
+
+def apu_reason(facts: Facts, gpu: Gpu) -> str:
+    """Why a GPU shares memory with the CPU, or ''."""
+    if gpu.device in APU_IDS:
+        return f"PCI id 1002:{gpu.device} is an APU's"
+    for node in facts.kfd or []:
+        mine = node_bdf(node) == gpu.bdf or len(facts.amd) == 1
+        if mine and node.simds > 0 and node.cpu_cores > 0:
+            return f"KFD node {node.node} has CPU cores and SIMDs"
+    return ""
+
+
+def candidates(facts: Facts) -> list[Gpu]:
+    """The AMD GPUs that could do GPU-direct: neither VF nor APU; all of them where none is left."""
+    able = [gpu for gpu in facts.amd if not vf_reason(facts, gpu) and not apu_reason(facts, gpu)]
+    return able or facts.amd
+
+
+def in_virtual_machine(facts: Facts) -> str:
+    """What says that this is a virtual machine, or ''."""
+    if facts.environment.virtual_machine:
+        return facts.environment.virtual_machine
+    return "amd-smi says Linux Guest" if smi_guest(_tool_text(facts, "amd-smi")) else ""

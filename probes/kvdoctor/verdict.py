@@ -1,0 +1,196 @@
+"""From results to answers: two verdicts, root causes with what follows from each, one next step.
+
+`overall.verdict` is about GPU-direct, `overall.posix` about the tier without it: a missing GPU or an md array must not
+condemn the cache. Symptoms are grouped under the cause that explains them, so an operator mends one thing, not seven.
+"""
+
+import time
+from collections.abc import Callable, Collection
+
+from kvdoctor.facts import Facts
+from kvdoctor.results import WORST, Report, Result
+from kvdoctor.rules.base import Check, registry
+from kvtools.exits import Exit
+
+DRIVER_FOLLOWS = (
+    "gpu.driver.version",
+    "gpu.driver.match",
+    "gpu.largebar",
+    "gpu.kfd",
+    "gpu.smi",
+    "ais.symbol",
+    "ais.registered",
+    "ais.tool",
+)
+CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpu.present", ("gpu.", "ais.", "kernel.", "p2p.", "rocm.", "nv.")),
+    ("gpu.driver.secureboot", ("gpu.driver.loaded", *DRIVER_FOLLOWS)),
+    ("gpu.driver.loaded", (*DRIVER_FOLLOWS, "ais.param")),
+    ("gpu.driver.match", ("gpu.driver.version", "ais.symbol", "ais.registered", "ais.tool")),
+    ("gpu.driver.dkms", ("gpu.driver.version", "gpu.driver.match", "ais.symbol", "ais.registered", "ais.tool")),
+    ("gpu.driver.version", ("gpu.driver.match", "ais.symbol", "ais.registered", "ais.tool")),
+    ("gpu.vf", ("ais.registered", "ais.tool")),
+    ("gpu.apu", ("ais.registered", "ais.tool", "gpu.largebar")),
+    ("gpu.largebar", ("ais.registered", "ais.tool")),
+    ("ais.param", ("ais.registered", "ais.tool")),
+    ("kernel.p2pdma", ("ais.registered", "ais.tool")),
+    ("ais.symbol", ("ais.registered", "ais.tool")),
+    ("rocm.version", ("rocm.hip_ais", "rocm.hipfile_lib")),
+    ("storage.exists", ("storage.writable", "storage.space", "storage.odirect", "storage.align", "cfg.roots")),
+    ("storage.multipath", ("storage.backing", "ais.tool", "nv.multipath")),
+    ("storage.fs", ("storage.backing", "storage.odirect", "storage.align", "storage.journal", "ais.tool")),
+    ("storage.journal", ("storage.odirect", "storage.align", "ais.tool")),
+    ("storage.nfs", ("storage.fs", "storage.backing")),
+    ("storage.backing", ("ais.iofail", "ais.tool", "nv.raid")),
+    ("storage.odirect", ("storage.align",)),
+    ("storage.numa", ("gpu.numa",)),
+    ("kernel.acs", ("p2p.topology",)),
+    ("nv.driver_open", ("nv.p2pmem", "nv.gdscheck", "nv.regkeys")),
+    ("nv.kernel", ("nv.p2pmem", "nv.gdscheck")),
+    ("nv.regkeys", ("nv.p2pmem", "nv.gdscheck")),
+    ("nv.nvidia_fs", ("nv.gdscheck",)),
+    ("nv.p2pmem", ("nv.gdscheck",)),
+)
+"""(cause, what it explains), the deepest cause first. Names that end with '.' stand for every check of that kind."""
+
+
+def judge(
+    facts: Facts,
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Report:
+    """All checks (or those `only` names, less `skip`) over one host's facts, with verdicts, causes and the next step."""
+    results: list[Result] = []
+    chosen = [item for item in registry().values() if selected(item.id, only, skip)]
+    for item in chosen:
+        begun = clock()
+        answer = item.rule(facts)
+        cost = round((clock() - begun) * 1000, 3)
+        for one in answer if isinstance(answer, list) else [answer]:
+            _label(one, item, cost)
+            results.append(one)
+    report = Report(
+        verdict=overall(results),
+        posix=posix(results),
+        results=results,
+        selected=len(chosen) < len(registry()),
+        host=host_facts(facts),
+        seconds=facts.seconds,
+    )
+    report.abandoned = [
+        {
+            "tool": run.key,
+            "state": run.state,
+            "pid": run.pid,
+            "seconds": run.seconds,
+            "process_state": run.proc_state,
+            "wchan": run.wchan,
+        }
+        for run in facts.tools.values()
+        if run.state in ("hung", "abandoned")
+    ]
+    report.roots = link_causes(results)
+    report.next_step = next_step(report)
+    return report
+
+
+def _label(one: Result, item: Check, cost: float) -> None:
+    one.id, one.group, one.need, one.title, one.cost_ms = item.id, item.group, item.need, item.title, cost
+
+
+def selected(check_id: str, only: Collection[str], skip: Collection[str]) -> bool:
+    """Whether a check runs. 'storage' and 'storage.' name a whole group."""
+
+    def named(words: Collection[str]) -> bool:
+        return any(check_id == word or check_id.startswith(word.rstrip(".*") + ".") for word in words)
+
+    return (not only or named(only)) and not named(skip)
+
+
+def overall(results: list[Result]) -> str:
+    """GPU-direct: no-gpu, not-ready, undetermined, ready-with-warnings or ready."""
+    if any(item.id == "gpu.present" and item.status == "fail" for item in results):
+        return "no-gpu"
+    required = [item for item in results if item.need == "R"]
+    if any(item.status == "fail" for item in required):
+        return "not-ready"
+    if any(item.status == "unknown" for item in required):
+        return "undetermined"
+    # ais-check contradicting better evidence is the tool's fault, not the host's.
+    doubts = any(item.status in ("warn", "unknown") and item.id != "ais.tool" for item in results)
+    faults = any(item.status == "fail" for item in results)
+    return "ready-with-warnings" if doubts or faults else "ready"
+
+
+def posix(results: list[Result]) -> str:
+    """The POSIX tier: unusable, degraded or usable."""
+    needed = {item.status for item in results if item.need == "P"}
+    return "unusable" if "fail" in needed else "degraded" if needed & {"warn", "unknown"} else "usable"
+
+
+def link_causes(results: list[Result]) -> list[str]:
+    """Fill `caused_by`, and return the ids of root causes, GPU-direct's and worst first."""
+    bad = {item.id for item in results if item.bad}
+    for cause, follows in CAUSES:
+        found = [item for item in results if item.id == cause and item.bad]
+        if not found:
+            continue
+        weight = max(WORST.index(item.status) for item in found)
+        scopes = {item.scope for item in found}
+        for item in results:
+            explained = any(item.id == name or (name.endswith(".") and item.id.startswith(name)) for name in follows)
+            same = "host" in scopes or item.scope == "host" or item.scope in scopes or not item.scope.startswith("/")
+            # A mere doubt explains no failure.
+            enough = weight >= WORST.index(item.status) or item.id == "ais.tool"
+            if explained and same and enough and item.bad and not item.caused_by and item.id != cause:
+                item.caused_by = _root(cause, results)
+    order = {need: rank for rank, need in enumerate(("R", "P", "i"))}
+    roots = [item for item in results if item.bad and not item.caused_by]
+    roots.sort(key=lambda item: (-WORST.index(item.status) if item.status != "unknown" else -2.5, order[item.need]))
+    return [check_id for check_id in dict.fromkeys(item.id for item in roots) if check_id in bad]
+
+
+def _root(cause: str, results: list[Result]) -> str:
+    """A cause that is itself explained passes on its own cause."""
+    parents = {item.caused_by for item in results if item.id == cause and item.caused_by}
+    return next(iter(parents), cause)
+
+
+def next_step(report: Report) -> str:
+    """The one thing to do now: the fix of the first root cause that has one."""
+    if report.verdict == "no-gpu" and report.posix == "usable":
+        return ""
+    for check_id in report.roots:
+        if check_id == "gpu.present":
+            continue
+        for item in report.by_id(check_id):
+            if item.bad and item.fix and not item.caused_by:
+                return item.fix
+    return ""
+
+
+def exit_code(report: Report, *, strict: bool) -> Exit:
+    """0 ready (1 with warnings under --strict), 1 not-ready, 7 undetermined or no GPU."""
+    if report.verdict in ("no-gpu", "undetermined"):
+        return Exit.UNDETERMINED
+    if report.verdict == "not-ready":
+        return Exit.FAILED
+    return Exit.FAILED if strict and report.verdict == "ready-with-warnings" else Exit.OK
+
+
+def host_facts(facts: Facts) -> dict[str, object]:
+    """What a reader must know to place a report: no serial, no address; the host name is the reader's own."""
+    return {
+        "name": facts.environment.hostname,
+        "os": facts.environment.os_name,
+        "kernel": facts.kernel.release,
+        "context": facts.context,
+        "container": facts.environment.in_container,
+        "virtual_machine": facts.environment.virtual_machine,
+        "driver": {"amdgpu": facts.driver.version, "nvidia": facts.nvidia.driver_version},
+        "gpus": [{"bdf": gpu.bdf, "vendor": gpu.vendor, "device": gpu.device} for gpu in facts.gpus],
+        "paths": [{"path": path.path, "from": path.origin} for path in facts.paths],
+        "partial": facts.partial,
+    }
