@@ -90,7 +90,7 @@ class Daemon:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
             await self.tiering.open(options.adapters)
-            self._publisher = stats.Publisher(stats.rows(self.store, self.tiering, self.server), instance, root=options.shm)
+            self._publisher = stats.Publisher(self._rows(), instance, root=options.shm)
             self.server.bind()
             self.server.start()
             notify("READY=1")
@@ -106,6 +106,9 @@ class Daemon:
             with contextlib.suppress(Exception):  # the process edge: nothing here may hide what ended the daemon
                 await self.tiering.close(0.5)
             arena.close()
+
+    def _rows(self) -> list[stats.Row]:
+        return stats.rows(self.store, self.tiering, self.server, lambda: len(self.operations.tokens))
 
     async def _stop(self) -> None:
         notify("STOPPING=1")

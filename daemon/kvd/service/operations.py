@@ -7,17 +7,18 @@ tier's work; those have the client's deadline. Nothing in RAM ever waits for one
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 
+from kvd.service.gather import Gathering
 from kvd.service.server import Connection
 from kvd.store.extents import PAGE
 from kvd.store.identity import IDENTITY_BYTES, KEY_BYTES, NAMESPACE_BYTES
 from kvd.store.index import Slots
 from kvd.store.leases import Lent as LentExtent
-from kvd.store.leases import TokenPart
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Durability
@@ -51,7 +52,8 @@ class Operations:
         self.changed = changed
         self.info = info
         self.drain: Callable[[float], Awaitable[Durability]] | None = None
-        self._fetches: dict[tuple[bytes, bytes], Fetch] = {}  # (token, namespace) -> what is being promoted for it
+        self.tokens: dict[bytes, Gathering] = {}
+        """Prefixes pinned and not claimed yet, by the 16 random bytes that claim them, from any connection."""
         self._methods: dict[type[p.Request], Callable[[Connection, Any], RESULT]] = {
             p.Exists: self.exists,
             p.Lease: self.lease,
@@ -118,7 +120,7 @@ class Operations:
         slots = self.store.find(m.namespace, m.keys)
         missing = slots == ABSENT
         if m.timeout_ms > 0 and self.tiering.tiers and missing.any():
-            return self._lease_from_tiers(link, m, slots)
+            return self._lease_from_tiers(link, m)
         return self._answer_lease(link, m, m.namespace, slots)
 
     def _lease_one(self, link: Connection, m: p.Lease) -> p.Answer | None:
@@ -137,36 +139,20 @@ class Operations:
         lease = store.pin_one(link.holder, slot, self._until(m))
         return p.Leased(m.id, lease.number, offset.to_bytes(8, "little"), length.to_bytes(8, "little"))
 
-    async def _lease_from_tiers(self, link: Connection, m: p.Lease, slots: Slots) -> p.Answer:
-        store = self.store
-        deadline = asyncio.get_running_loop().time() + m.timeout_ms / 1000
-        # What RAM has is pinned first: the promotions below must not evict it.
-        held = slots[slots != ABSENT]
-        store.index.pin(held)
-        fetch = None
-        try:
-            absent = np.flatnonzero(slots == ABSENT).tolist()
-            fetch = await self._fetch_when_room(m.namespace, [m.keys[i] for i in absent], deadline)
-            if fetch is not None:
-                await self.tiering.wait(fetch, deadline)
-                for i in absent:
-                    slots[i] = fetch.slots.get(m.keys[i], ABSENT)
-                if fetch.no_room is not None and (cut := m.keys.index(fetch.no_room)):
-                    slots = slots[:cut]
-            return self._answer_lease(link, m, m.namespace, slots)
-        finally:
-            store.unpin(held)
-            if fetch is not None:
-                self.tiering.let_go(fetch)
-
-    async def _fetch_when_room(self, namespace: bytes, keys: list[bytes], deadline: float) -> Fetch | None:
-        """Start a promotion; while there is no room for even its first key, wait for the client to release something."""
+    async def _lease_from_tiers(self, link: Connection, m: p.Lease) -> p.Answer:
         loop = asyncio.get_running_loop()
+        deadline = loop.time() + m.timeout_ms / 1000
         while True:
-            fetch = self.tiering.fetch(namespace, keys)
-            if fetch is None or fetch.no_room is None or fetch.tasks or loop.time() >= deadline:
-                return fetch
-            await asyncio.sleep(ROOM_POLL_S)
+            gathering = Gathering(self.store, self.tiering, [m.namespace], m.keys)
+            try:
+                if gathering.length or loop.time() >= deadline:
+                    await gathering.wait(deadline)
+                    # No room for even the first key, to the last: what is not in RAM then is as good as missing.
+                    gathering.length = gathering.length or len(m.keys)
+                    return self._answer_lease(link, m, m.namespace, gathering.take(m.namespace))
+            finally:
+                gathering.let_go()
+            await asyncio.sleep(ROOM_POLL_S)  # room comes when somebody releases something
 
     def _answer_lease(self, link: Connection, m: p.Lease | p.Claim, namespace: bytes, slots: Slots) -> p.Leased:
         store, index = self.store, self.store.index
@@ -207,16 +193,15 @@ class Operations:
         lease = self.store.leases.reads.get(m.lease)
         if lease is None or lease.holder is not link.holder:
             return p.Failed(m.id, "lease_lost", "the lease has ended")
-        self.store.leases.adopt(lease, link.holder, self.store.monotonic() + LEASE_S)
+        self.store.leases.renew(lease, self.store.monotonic() + LEASE_S)
         return p.Done(m.id)
 
     def prefix(self, link: Connection, m: p.Prefix) -> RESULT:
         if not m.namespaces or len(m.keys) > p.MAX_BATCH:
             return _bad(m, "prefix wants at least one namespace, and not more keys than a batch holds")
         length = len(m.keys)
-        found: dict[bytes, Slots] = {}
         for namespace in m.namespaces:
-            slots = found[namespace] = self.store.find(namespace, m.keys[:length])
+            slots = self.store.find(namespace, m.keys[:length])
             flags = slots != ABSENT
             if self.tiering.tiers and not flags.all():
                 missing = np.flatnonzero(~flags).tolist()
@@ -225,62 +210,41 @@ class Operations:
                 length = int(np.argmin(flags))
         token = b""
         if m.pin_ms > 0 and length:
-            length, token = self._pin_prefix(m, found, length)
+            length, token = self._pin_prefix(m, length)
         return p.PrefixFound(m.id, length, token)
 
-    def _pin_prefix(self, m: p.Prefix, found: dict[bytes, Slots], length: int) -> tuple[int, bytes]:
+    def _pin_prefix(self, m: p.Prefix, length: int) -> tuple[int, bytes]:
         """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
         seconds = min(m.pin_ms / 1000, LEASE_S)
-        keys = m.keys[:length]
-        token = self.store.open_token({n: (keys, s[:length].copy()) for n, s in found.items()}, self.store.monotonic() + seconds)
-        loop = asyncio.get_running_loop()
-        for namespace, slots in found.items():
-            absent = [keys[i] for i in np.flatnonzero(slots[:length] == ABSENT).tolist()]
-            fetch = self.tiering.fetch(namespace, absent) if absent else None
-            if fetch is None:
-                continue
-            self._fetches[token, namespace] = fetch
-            loop.call_later(seconds, self._drop_fetch, token, namespace)
-            if fetch.no_room is not None:
-                length = min(length, keys.index(fetch.no_room))
-        return length, token if length else b""
+        gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length])
+        if not gathering.length:
+            gathering.let_go()
+            return 0, b""
+        token = secrets.token_bytes(16)
+        self.tokens[token] = gathering
+        asyncio.get_running_loop().call_later(seconds, self._end_token, token)
+        return gathering.length, token
 
-    def _drop_fetch(self, token: bytes, namespace: bytes) -> None:
-        fetch = self._fetches.pop((token, namespace), None)
-        if fetch is not None:
-            self.tiering.let_go(fetch)
+    def _end_token(self, token: bytes) -> None:
+        gathering = self.tokens.pop(token, None)
+        if gathering is not None:
+            gathering.let_go()
 
     def claim(self, link: Connection, m: p.Claim) -> RESULT:
-        part = self.store.leases.claim(m.token, m.namespace)
-        fetch = self._fetches.pop((m.token, m.namespace), None)
-        if part is None:
-            if fetch is not None:
-                self.tiering.let_go(fetch)
+        gathering = self.tokens.get(m.token)
+        if gathering is None or m.namespace not in gathering.parts:
             return p.Failed(m.id, "lease_lost", "the token has ended, or was claimed")
-        if fetch is None:
-            return self._claimed(link, m, part)
-        return self._claim_slowly(link, m, part, fetch)
+        mine = gathering.split(m.namespace)
+        if not gathering.parts:
+            del self.tokens[m.token]
+        return self._claimed(link, m, mine)
 
-    async def _claim_slowly(self, link: Connection, m: p.Claim, part: TokenPart, fetch: Fetch) -> p.Answer:
+    async def _claimed(self, link: Connection, m: p.Claim, gathering: Gathering) -> p.Answer:
         try:
-            await self.tiering.wait(fetch, asyncio.get_running_loop().time() + m.timeout_ms / 1000)
-            for i in np.flatnonzero(part.slots == ABSENT).tolist():
-                part.slots[i] = fetch.slots.get(part.keys[i], ABSENT)
-            return self._claimed(link, m, part)
-        except asyncio.CancelledError:
-            self._end(part)
-            raise
+            await gathering.wait(asyncio.get_running_loop().time() + m.timeout_ms / 1000)
+            return self._answer_lease(link, m, m.namespace, gathering.take(m.namespace))
         finally:
-            self.tiering.let_go(fetch)
-
-    def _claimed(self, link: Connection, m: p.Claim, part: TokenPart) -> p.Answer:
-        answer = self._answer_lease(link, m, m.namespace, part.slots)
-        self._end(part)
-        return answer
-
-    def _end(self, part: TokenPart) -> None:
-        if self.store.leases.reads.pop(part.lease.number, None) is not None:
-            self.store.unpin(part.lease.slots)
+            gathering.let_go()
 
     async def _prefetched(self, m: p.Prefetch, fetch: Fetch) -> p.Answer:
         try:

@@ -35,7 +35,7 @@ REASONS = (
 Row = tuple[Metric, Callable[[], float]]
 
 
-def rows(store: Store, tiering: Tiering, server: Server) -> list[Row]:
+def rows(store: Store, tiering: Tiering, server: Server, tokens: Callable[[], int]) -> list[Row]:
     """Every metric of the daemon with the function that reads it."""
     table: list[Row] = []
 
@@ -82,7 +82,7 @@ def rows(store: Store, tiering: Tiering, server: Server) -> list[Row]:
             word = klass.name.lower()
             gauge("entries_by_retention", "", "Values in the arena by class.", lambda k=klass: index.live[k], retention=word)  # type: ignore[misc]
     gauge("leases_active", "", "Read leases open.", lambda: len(leases.reads))
-    gauge("tokens_active", "", "Prefixes pinned and not claimed yet.", lambda: len(leases.tokens))
+    gauge("tokens_active", "", "Prefixes pinned and not claimed yet.", tokens)
     gauge("quarantine_bytes", "bytes", "Extents whose writer may still be copying.", lambda: leases.quarantine_pages * PAGE)
     gauge("connections", "", "Clients connected.", lambda: len(server.connections))
     gauge("namespaces", "", "Namespaces seen.", lambda: len(index.spaces))

@@ -178,8 +178,7 @@ class Index:
         space.slots[key] = slot
         space.bytes += length
         if expires_ns != NEVER:
-            heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
-            self._born[slot] = self._tick
+            self._expire_at(slot, expires_ns)
         self._tick += 1
         self.entries += 1
         self.live[klass] += 1
@@ -197,9 +196,16 @@ class Index:
         self.expires_of[slot] = expires_ns
         self._born.pop(slot, None)
         if expires_ns != NEVER:
-            heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
-            self._born[slot] = self._tick
+            self._expire_at(slot, expires_ns)
             self._tick += 1
+
+    def _expire_at(self, slot: int, expires_ns: int) -> None:
+        """Plan an expiry. Those of values that left long before are swept out now and then, so that memory follows what is held."""
+        heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
+        self._born[slot] = self._tick
+        if len(self._expiries) > 2 * len(self._born) + 1024:
+            self._expiries = [row for row in self._expiries if self._born.get(row[1]) == row[2]]
+            heapq.heapify(self._expiries)
 
     def remove(self, slot: int) -> bool:
         """Hide a live value. True when nothing pins it: the caller frees its pages and calls `release`."""

@@ -1,4 +1,4 @@
-"""Pins on bytes: read leases, extents lent for writing, tokens, and the quarantine.
+"""Pins on bytes: read leases, extents lent for writing, and the quarantine.
 
 Read lease: its slots are pinned until it is released, its connection ends or its deadline passes. Numbers are never used
 twice (the number is the generation): whoever comes late with an old one finds out. A client need not ask: it counted the
@@ -8,17 +8,16 @@ Extent lent for writing: somebody else's process may be copying into it at any m
 commits or aborts, or the holder's process is known to be gone. A passed deadline or a lost connection puts it in
 quarantine instead: a stalled copy may still be landing there.
 
-Token: a read lease of several namespaces that no connection owns; another connection of the same engine claims it by its
-16 random bytes, or its deadline ends it.
-
 This module only keeps the books; `store.Store` acts on what `expire` and `drop` return. Not thread-safe: the event loop.
 """
 
 import heapq
-import secrets
 from dataclasses import dataclass, field
 
 from kvd.store.index import Slots
+
+_FEW = 1024
+"""Deadlines that may wait without anybody asking whether what they are about has ended."""
 
 
 class Holder:
@@ -49,26 +48,9 @@ class ReadLease:
     """Slots pinned for one holder until released or `deadline_s` (monotonic). One slot is kept as a bare number."""
 
     number: int
-    holder: Holder | None
+    holder: Holder
     slots: Slots | int
     deadline_s: float
-
-
-@dataclass(slots=True)
-class Token:
-    """Pins of several namespaces waiting to be claimed, namespace by namespace."""
-
-    leases: dict[bytes, "TokenPart"]
-    deadline_s: float
-
-
-@dataclass(slots=True)
-class TokenPart:
-    """One namespace of a token: the keys asked for, their slots (ABSENT for what a tier still has to bring), and the pin."""
-
-    keys: list[bytes]
-    slots: Slots
-    lease: ReadLease
 
 
 @dataclass
@@ -84,62 +66,53 @@ class Leases:
 
     def __init__(self) -> None:
         self.reads: dict[int, ReadLease] = {}
-        self.tokens: dict[bytes, Token] = {}
         self.quarantine: dict[int, tuple[object, Lent]] = {}  # serial -> (process, extent)
         self.quarantine_pages = 0
         self._number = 1
         self._serial = 1
-        self._deadlines: list[tuple[float, int, bytes]] = []  # heap: (when, read lease number or 0, token or b"")
+        self._deadlines: list[tuple[float, int]] = []  # heap: (when, number of a read lease)
         self._lent_deadlines: list[tuple[float, int, int, Holder]] = []  # heap: (when, first serial, how many, whose)
+        self._many, self._many_lent = _FEW, _FEW
         self.revoked = 0
         self.brief_until_s = 0.0
         """When the last brief lease will have ended: whoever needs room may wait for that."""
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def open_read(self, holder: Holder | None, slots: Slots | int, deadline_s: float) -> ReadLease:
+    def open_read(self, holder: Holder, slots: Slots | int, deadline_s: float) -> ReadLease:
         """A new read lease over slots that the caller has pinned."""
         number = self._number
         self._number += 1
         lease = self.reads[number] = ReadLease(number, holder, slots, deadline_s)
-        if holder is not None:
-            holder.reads.add(number)
-        heapq.heappush(self._deadlines, (deadline_s, number, b""))
+        holder.reads.add(number)
+        self._end_at(deadline_s, number)
         return lease
 
-    def close_read(self, number: int, holder: Holder | None) -> ReadLease | None:
+    def close_read(self, number: int, holder: Holder) -> ReadLease | None:
         """End a read lease of `holder`; None when it is no longer (or was never) its own."""
         lease = self.reads.get(number)
         if lease is None or lease.holder is not holder:
             return None
         del self.reads[number]
-        if holder is not None:
-            holder.reads.discard(number)
+        holder.reads.discard(number)
         return lease
 
-    def open_token(self, parts: dict[bytes, TokenPart], deadline_s: float) -> bytes:
-        """A new token over parts whose leases have no holder."""
-        name = secrets.token_bytes(16)
-        self.tokens[name] = Token(parts, deadline_s)
-        heapq.heappush(self._deadlines, (deadline_s, 0, name))
-        return name
-
-    def claim(self, name: bytes, namespace: bytes) -> TokenPart | None:
-        """Take one namespace out of a token; None when the token has ended or has no such namespace (left)."""
-        token = self.tokens.get(name)
-        if token is None:
-            return None
-        part = token.leases.pop(namespace, None)
-        if not token.leases:
-            del self.tokens[name]
-        return part
-
-    def adopt(self, lease: ReadLease, holder: Holder, deadline_s: float) -> None:
-        """Hand a token's lease to the connection that claimed it."""
-        lease.holder = holder
+    def renew(self, lease: ReadLease, deadline_s: float) -> None:
+        """Make a read lease last until then."""
         lease.deadline_s = deadline_s
-        holder.reads.add(lease.number)
-        heapq.heappush(self._deadlines, (deadline_s, lease.number, b""))
+        self._end_at(deadline_s, lease.number)
+
+    def _end_at(self, when_s: float, number: int) -> None:
+        """Plan an end. What was closed long before it is swept out now and then: a busy client closes thousands a second."""
+        heapq.heappush(self._deadlines, (when_s, number))
+        if len(self._deadlines) > self._many:
+            self._deadlines = [due for due in self._deadlines if self._still_due(*due)]
+            heapq.heapify(self._deadlines)
+            self._many = 2 * len(self._deadlines) + _FEW
+
+    def _still_due(self, when_s: float, number: int) -> bool:
+        lease = self.reads.get(number)
+        return lease is not None and lease.deadline_s == when_s
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +126,12 @@ class Leases:
             holder.lent_pages += extent.pages
         if lent:
             heapq.heappush(self._lent_deadlines, (deadline_s, serial, len(lent), holder))
+            if len(self._lent_deadlines) > self._many_lent:
+                self._lent_deadlines = [
+                    due for due in self._lent_deadlines if any(n in due[3].lent for n in range(due[1], due[1] + due[2]))
+                ]
+                heapq.heapify(self._lent_deadlines)
+                self._many_lent = 2 * len(self._lent_deadlines) + _FEW
         return lent
 
     def take_back(self, holder: Holder, serial: int) -> Lent | None:
@@ -171,22 +150,15 @@ class Leases:
     # ---- endings -----------------------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> Dropped:
-        """Everything whose deadline has passed: read leases and tokens end, lent extents go to quarantine."""
+        """Everything whose deadline has passed: read leases end, lent extents go to quarantine."""
         dropped = Dropped()
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, number, name = heapq.heappop(self._deadlines)
-            if name:
-                token = self.tokens.pop(name, None)
-                if token is not None:
-                    dropped.leases += [part.lease for part in token.leases.values()]
-                continue
+            _, number = heapq.heappop(self._deadlines)
             lease = self.reads.get(number)
-            if lease is not None and lease.holder is not None and lease.deadline_s <= now_s:
+            if lease is not None and lease.deadline_s <= now_s:
                 self.close_read(number, lease.holder)
                 dropped.leases.append(lease)
                 self.revoked += 1
-        for lease in dropped.leases:
-            self.reads.pop(lease.number, None)
         while self._lent_deadlines and self._lent_deadlines[0][0] <= now_s:
             _, first, count, holder = heapq.heappop(self._lent_deadlines)
             for serial in range(first, first + count):

@@ -18,7 +18,7 @@ import numpy as np
 from kvd.store.arena import Arena
 from kvd.store.extents import PAGE, pages_of
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
-from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease, TokenPart
+from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease
 from kvd.store.retention import NEVER, Retention, expired
 
 LEND_AHEAD_PART = 16
@@ -244,7 +244,7 @@ class Store:
             return np.zeros(len(keys), dtype=np.int64)
         return self.index.find(space, keys, self.clock_ns())
 
-    def pin(self, holder: Holder | None, slots: Slots, deadline_s: float) -> ReadLease:
+    def pin(self, holder: Holder, slots: Slots, deadline_s: float) -> ReadLease:
         """Pin these (non-ABSENT) slots in a new lease; they count as used now."""
         self.index.pin(slots)
         self.index.touch(slots)
@@ -287,13 +287,6 @@ class Store:
         if space is not None:
             space.hits += hits
             space.misses += misses
-
-    def open_token(self, parts: dict[bytes, tuple[list[bytes], Slots]], deadline_s: float) -> bytes:
-        """Pin the found slots of several namespaces under one token that any connection may claim until the deadline."""
-        made = {}
-        for namespace, (keys, slots) in parts.items():
-            made[namespace] = TokenPart(keys, slots, self.pin(None, slots[slots != ABSENT], deadline_s))
-        return self.leases.open_token(made, deadline_s)
 
     # ---- removing ----------------------------------------------------------------------------------------------------
 

@@ -194,18 +194,19 @@ class Tiering:
                 found[i] = found[i] or hit is not None
         return found
 
-    def fetch(self, namespace: bytes, keys: list[bytes]) -> Fetch | None:
-        """Start loading what tiers hold of these keys (which the arena lacks); None when none of them holds any.
+    def fetch(self, namespace: bytes, keys: list[bytes], fetch: Fetch | None = None) -> Fetch | None:
+        """Start loading what tiers hold of these keys (which the arena lacks), in `fetch` or a new one.
 
         The answer's tasks complete one by one; slots appear in it pinned. Stops at the first key there is no room for.
+        None when there was no fetch and no tier holds any of the keys.
         """
         if not self.tiers:
-            return None
+            return fetch
         identities = [namespace + key for key in keys]
         where = self._locate(identities)
         if not where:
-            return None
-        fetch = Fetch()
+            return fetch
+        fetch = fetch or Fetch()
         batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
         asked: set[bytes] = set()
         for i, (key, identity) in enumerate(zip(keys, identities, strict=True)):

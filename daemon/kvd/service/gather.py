@@ -1,0 +1,89 @@
+"""Gathering a run of keys of one or more namespaces: pin what is in RAM, start promoting what is in a tier.
+
+The run is worked off in blocks, from its start, all namespaces side by side. What lies further on is not pinned yet, so
+that room for the first keys may come from evicting the last ones: when the arena is too small for the whole run, what is
+served is its longest beginning that fits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvd.store.index import Slots
+from kvd.store.store import ABSENT, Store
+from kvd.tiers.tiering import Fetch, Tiering
+
+BLOCK = 16
+
+
+@dataclass
+class Part:
+    """One namespace's share: a slot a key (ABSENT: being fetched, or nowhere), what of it we pinned, what is on its way."""
+
+    slots: Slots
+    pinned: list[Slots]
+    fetch: Fetch | None = None
+
+
+class Gathering:
+    """Pins and promotions for `keys` in each namespace, until `let_go`. `length`: how many leading keys had room."""
+
+    def __init__(self, store: Store, tiering: Tiering, namespaces: Sequence[bytes], keys: list[bytes]) -> None:
+        self.store = store
+        self.tiering = tiering
+        self.keys = keys
+        self.length = len(keys)
+        self.parts = {name: Part(np.zeros(len(keys), dtype=np.int64), []) for name in namespaces}
+        for start in range(0, len(keys), BLOCK):
+            for name, part in self.parts.items():
+                self._block(name, part, start, min(start + BLOCK, len(keys)))
+            if self.length < start + BLOCK:
+                break
+
+    def _block(self, namespace: bytes, part: Part, start: int, end: int) -> None:
+        keys = self.keys[start:end]
+        slots = self.store.find(namespace, keys)
+        part.slots[start:end] = slots
+        missing = np.flatnonzero(slots == ABSENT)
+        here = slots[slots != ABSENT]
+        self.store.index.pin(here)
+        part.pinned.append(here)
+        if missing.size:
+            absent = [keys[i] for i in missing.tolist()]
+            part.fetch = self.tiering.fetch(namespace, absent, part.fetch)
+            if part.fetch is not None and part.fetch.no_room is not None:
+                self.length = min(self.length, start + keys.index(part.fetch.no_room))
+
+    async def wait(self, deadline_s: float) -> None:
+        """Wait for what is on its way, up to the deadline (event-loop time)."""
+        for part in self.parts.values():
+            if part.fetch is not None:
+                await self.tiering.wait(part.fetch, deadline_s)
+
+    def take(self, namespace: bytes) -> Slots:
+        """The slots of the first `length` keys as they are now, ABSENT for what is not there (yet)."""
+        part = self.parts[namespace]
+        slots = part.slots[: self.length].copy()
+        if part.fetch is not None:
+            for i in np.flatnonzero(slots == ABSENT).tolist():
+                slots[i] = part.fetch.slots.get(self.keys[i], ABSENT)
+        return slots
+
+    def split(self, namespace: bytes) -> "Gathering":
+        """This namespace's part, as a gathering of its own."""
+        other = Gathering(self.store, self.tiering, (), [])
+        other.keys, other.length = self.keys, self.length
+        other.parts[namespace] = self.parts.pop(namespace)
+        return other
+
+    def let_go(self, namespace: bytes | None = None) -> None:
+        """Take our pins off (of one namespace); what arrives later is not pinned for us."""
+        for name in [namespace] if namespace is not None else list(self.parts):
+            part = self.parts.pop(name, None)
+            if part is None:
+                continue
+            for pinned in part.pinned:
+                self.store.unpin(pinned)
+            if part.fetch is not None:
+                self.tiering.let_go(part.fetch)
