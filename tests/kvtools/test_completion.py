@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -14,13 +15,14 @@ def shell(name: str, script: str) -> list[str]:
     if not shutil.which(name):
         pytest.skip(f"needs {name}: apt-get install {name}")
     flags = {"bash": ["--norc", "--noprofile"], "zsh": ["-f"], "fish": ["--no-config"]}[name]
-    run = subprocess.run(
-        [name, *flags, "-c", script],
-        env={"PATH": f"{SCRIPTS}:/usr/bin:/bin", "HOME": "/nonexistent", "LANG": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    with tempfile.TemporaryDirectory() as home:  # fish writes there, configuration or not
+        run = subprocess.run(
+            [name, *flags, "-c", script],
+            env={"PATH": f"{SCRIPTS}:/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     return run.stdout.split("\n")[:-1]

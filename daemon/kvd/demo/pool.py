@@ -17,7 +17,7 @@ class DemoPool:
     def __enter__(self) -> Self:
         self._owner = OwnerLock.acquire(NAME, OwnerInfo("kvtools demo", "demo/model", start_capacity_bytes=CAPACITY))
         try:
-            create_pool(NAME, CAPACITY, used_bytes=3 * GIB, prealloc_bytes=GIB // 2)
+            create_pool(NAME, CAPACITY, used_bytes=GIB * 5 // 4, prealloc_bytes=GIB // 4)
         except BaseException:
             self._owner.close()
             raise

@@ -74,9 +74,9 @@ def test_ends_with_one_line_when_something_is_in_the_way(tmp_path: Path) -> None
 
 
 def test_no_folder() -> None:
-    ran = run_cli("kvtools", "demo", "--path", "/nonexistent")
+    ran = run_cli("kvtools", "demo", "--path", "/dev/null/none")
     assert (ran.rc, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("kvtools: error: not a folder: /nonexistent\nhint: ")
+    assert ran.stderr.startswith("kvtools: error: not a folder: /dev/null/none\nhint: ")
 
 
 def test_no_engine(tmp_path: Path) -> None:
