@@ -1,8 +1,8 @@
 """One adapter at work: its queue of changes, its threads, its breaker.
 
-Changes (stores and deletes) of one tier are a first-in-first-out queue worked off by one thread, a batch at a time: two
-values put under one key can so never reach the tier in the wrong order. A batch never holds one identity twice. Loads
-have threads of their own and never wait for changes.
+Changes (stores and deletes) of one tier are a first-in-first-out queue, worked off in batches by a few threads. Two values
+put under one key never reach the tier in the wrong order: no identity is in two batches under way, nor twice in one, and
+deletes go alone. Loads have threads of their own and never wait for changes.
 
 A queued value is *dirty*: protected from eviction but not pinned, so that a daemon whose tier is broken can still let it
 go. A value whose bytes a thread is reading is pinned.
@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvd.store.identity import Identity
+from kvd.store.index import Slots
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
@@ -31,7 +32,8 @@ log = logging.getLogger("kvd.tiers")
 T = TypeVar("T")
 
 BATCH_ITEMS = 256
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
+WRITERS = 4
 LOAD_THREADS = 8
 FAILURES = 3
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
@@ -120,12 +122,14 @@ class Tier:
         """What a queued delete is about to remove: look-ups must not see it any more."""
         self._changed = changed
         self._loop = asyncio.get_running_loop()
-        self._changes = ThreadPoolExecutor(1, thread_name_prefix=f"kvd-{self.name}-w")
+        self._changes = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"kvd-{self.name}-w")
         self._loads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix=f"kvd-{self.name}-r")
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
+        self._under_way: set[Identity] = set()
+        self._writers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Recover the adapter and start working. Raises what `Adapter.open` raises."""
@@ -141,7 +145,7 @@ class Tier:
             log.warning("tier %s: %d values were still on their way at the deadline", self.name, len(self.queue))
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.gather(self._task, *self._writers, return_exceptions=True)
         try:
             async with asyncio.timeout(deadline_s + 5):
                 await self._loop.run_in_executor(self._changes, self.adapter.close, deadline_s)
@@ -189,24 +193,54 @@ class Tier:
 
     async def _work(self) -> None:
         while True:
-            if not self.queue:
+            if not self.queue and not self._writers:
                 self._idle.set()
+            if not self.queue or len(self._writers) >= WRITERS:
                 self._wake.clear()
                 await self._wake.wait()
+                continue
             if self.breaker.open:
                 await asyncio.sleep(min(0.2, self.breaker.wait_s() + 0.01))
                 continue
-            head = self.queue[0]
             try:
-                if isinstance(head, Erase):
-                    await self._erase(head)
-                else:
-                    await self._write(self._next_batch())
+                await self._start_next()
             except Exception:  # a task edge: a defect in one batch must not end the tier's work
                 log.exception("tier %s: a batch failed unexpectedly", self.name)
                 self.breaker.failed("internal")
                 await asyncio.sleep(0.1)
             self._changed()
+
+    async def _start_next(self) -> None:
+        """Start the next batch of writes, or do the next delete once all writes before it are done."""
+        head = self.queue[0]
+        if isinstance(head, Erase):
+            if not self._writers:
+                await self._erase(head)
+                return
+        elif batch := self._next_batch():
+            # Pinned and noted here and now: by the time the task runs, a put may have replaced the value.
+            slots = np.array([change.slot for change, _ in batch], dtype=np.int64)
+            self.store.index.pin(slots)
+            self._under_way.update(identity for _, identity in batch)
+            items = [self._item(change.slot, identity) for change, identity in batch]
+            task = self._loop.create_task(self._write(batch, slots, items))
+            del items
+            self._writers.add(task)
+            task.add_done_callback(self._written)
+            # While it is broken, one batch probes: the others would only fail too.
+            if not self.breaker.failures:
+                return
+        elif not self._writers:
+            return
+        if self._writers:
+            await asyncio.wait(self._writers, return_when=asyncio.FIRST_COMPLETED)
+
+    def _written(self, task: "asyncio.Task[None]") -> None:
+        self._writers.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("tier %s: a write failed unexpectedly", self.name, exc_info=task.exception())
+        self._wake.set()
+        self._changed()
 
     def _next_batch(self) -> list[tuple[Write, Identity]]:
         """Leading writes of the queue, each identity once, values that left the arena skipped."""
@@ -223,7 +257,7 @@ class Tier:
                 self._finish(change, Durability.NONE, gone=True)
                 continue
             identity = self.store.identity_of(change.slot)
-            if identity in seen:
+            if identity in seen or identity in self._under_way:
                 break
             seen.add(identity)
             batch.append((change, identity))
@@ -231,17 +265,12 @@ class Tier:
             self.queue.popleft()
         return batch
 
-    async def _write(self, batch: list[tuple[Write, Identity]]) -> None:
-        if not batch:
-            return
+    def _item(self, slot: int, identity: Identity) -> Item:
         index = self.store.index
-        slots = np.array([change.slot for change, _ in batch], dtype=np.int64)
-        index.pin(slots)
-        items = []
-        for change, identity in batch:
-            data, padded = self.store.memory_of(change.slot)
-            retention = Retention(index.klass_of[change.slot])
-            items.append(Item(identity, data, retention, index.expires_of[change.slot], padded))
+        data, padded = self.store.memory_of(slot)
+        return Item(identity, data, Retention(index.klass_of[slot]), index.expires_of[slot], padded)
+
+    async def _write(self, batch: list[tuple[Write, Identity]], slots: Slots, items: list[Item]) -> None:
         results: list[Stored] | None = None
         try:
             results = await self._loop.run_in_executor(self._changes, self.adapter.store, items)
@@ -257,6 +286,7 @@ class Tier:
         finally:
             del items
             self.store.unpin(slots)
+            self._under_way.difference_update(identity for _, identity in batch)
         if results is None:
             # Not written: it stays queued, in order, and dirty.
             self.queue.extendleft(change for change, _ in reversed(batch))
