@@ -35,7 +35,7 @@ def serve(
         str | None, typer.Option("--long-bytes", metavar="SIZE", help="Size of the disk tier [default: 32G].")
     ] = None,
     durability: Annotated[
-        str | None, typer.Option("--durability", help="none, group or fsync: what a stored value survives.")
+        str | None, typer.Option("--durability", metavar="WORD", help="none, group or fsync: what a stored value survives.")
     ] = None,
     socket_mode: Annotated[
         str | None, typer.Option("--socket-mode", metavar="OCTAL", help="Mode of the socket file [default: 0600].")
@@ -48,7 +48,9 @@ def serve(
         list[str] | None, typer.Option("--allow-gid", metavar="GID", help="Let this group connect (repeatable).")
     ] = None,
     hugepages: Annotated[bool | None, typer.Option("--hugepages/--no-hugepages", help="Ask for 2 MiB pages.")] = None,
-    eviction_policy: Annotated[str | None, typer.Option("--eviction-policy", help="LRU, or noop: a full arena refuses.")] = None,
+    eviction_policy: Annotated[
+        str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, or noop: a full arena refuses.")
+    ] = None,
     drain_timeout: Annotated[
         str | None, typer.Option("--drain-timeout", metavar="TIME", help="For pending writes when stopping [default: 20s].")
     ] = None,
@@ -81,7 +83,7 @@ def serve(
 @app.command()
 def ping(
     socket: SocketOption = None,
-    count: Annotated[int, typer.Option("--count", "-c", min=1, max=10000, help="Round trips.")] = 1,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", min=1, max=10000, help="Round trips.")] = 1,
     timeout: TimeoutOption = "5s",
     json: JsonOption = False,
 ) -> None:
@@ -97,7 +99,9 @@ def stats(
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Print again every interval, with rates, until Ctrl-C.")] = False,
     interval: Annotated[str, typer.Option("--interval", "-i", metavar="TIME", help="With --watch: how often.")] = "1s",
-    count: Annotated[int, typer.Option("--count", "-n", min=0, help="With --watch: stop after so many (0: never).")] = 0,
+    count: Annotated[
+        int, typer.Option("--count", "-n", metavar="N", min=0, help="With --watch: stop after so many (0: never).")
+    ] = 0,
 ) -> None:
     """Counters and gauges, from the stats segment (also while the daemon hangs)."""
     from kvd import commands
@@ -117,7 +121,7 @@ def status(socket: SocketOption = None, json: JsonOption = False) -> None:
 def keys(
     socket: SocketOption = None,
     namespace: NamespaceOption = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = 1000,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Rows at most.")] = 1000,
     timeout: TimeoutOption = "5s",
     json: JsonOption = False,
 ) -> None:
@@ -216,7 +220,7 @@ def bench(
         Path | None, typer.Option("--path", metavar="DIR", help="Where to put the disk tier to measure [default: none].")
     ] = None,
     size: Annotated[list[str] | None, typer.Option("--size", metavar="SIZE", help="Value sizes [default: 64K 1M 16M].")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=60, help="Time for each measurement.")] = 1.0,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.1, max=60, help="Time for each measurement.")] = 1.0,
     json: JsonOption = False,
 ) -> None:
     """What this host can do: arena against memcpy, disk tier against the raw device, in one run."""
