@@ -10,6 +10,7 @@ cgroup and not to whichever engine touched it first. A background thread keeps a
 """
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -49,7 +50,11 @@ class Arena:
         unit = HUGE if huge else PAGE
         self.capacity = max(PAGE, capacity // unit * unit)
         self.fd = self._create()
-        self.map = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            self.map = mmap.mmap(self.fd, self.capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            os.close(self.fd)
+            raise _cannot(self.capacity, error) from error
         self.bytes: Bytes = np.frombuffer(self.map, dtype=np.uint8)
         self.view = memoryview(self.map)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -68,6 +73,7 @@ class Arena:
     def _create(self) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         if self.huge:
+            fd = -1
             try:
                 fd = os.memfd_create("kvd-arena", flags | _MFD_HUGETLB | _MFD_HUGE_2MB)
                 os.posix_fallocate(fd, 0, self.capacity)
@@ -75,11 +81,13 @@ class Arena:
             except OSError as error:
                 log.warning("huge pages asked for and not to be had (%s): using 4 KiB pages", error.strerror)
                 self.huge = False
+                if fd >= 0:  # it may hold those huge pages that there were
+                    os.close(fd)
         try:
             fd = os.memfd_create("kvd-arena", flags)
             os.ftruncate(fd, self.capacity)
         except OSError as error:
-            raise KvdError(f"cannot make an arena of {self.capacity} bytes: {error.strerror}") from error
+            raise _cannot(self.capacity, error) from error
         return fd
 
     @property
@@ -94,9 +102,10 @@ class Arena:
             return None
         end = self.extents.top * PAGE
         if end > self._lent_to:
+            if end > self._populated and not self._populate(end):
+                self.extents.free(page, pages_of(length))
+                return None
             self._lent_to = end
-            if end > self._populated:
-                self._populate(end)
             if self._populated < min(self.capacity, end + _AHEAD // 2):
                 self._wake.set()
         return page * PAGE
@@ -137,18 +146,23 @@ class Arena:
     def _keep_ahead(self) -> None:
         while not self._closing:
             goal = min(self.capacity, self._lent_to + _AHEAD)
-            while self._populated < goal and not self._closing:
-                self._populate(min(goal, self._populated + _STEP))
+            while self._populated < goal and not self._closing and self._populate(min(goal, self._populated + _STEP)):
+                pass
             self._wake.wait()
             self._wake.clear()
 
-    def _populate(self, end: int) -> None:
-        """Fault pages in up to `end`. The call runs without the GIL; where the kernel has no such call, touching does it."""
+    def _populate(self, end: int) -> bool:
+        """Fault pages in up to `end`, without the GIL. False when the host (or the cgroup) has no memory for them."""
         with self._lock:
             start = self._populated
             if end <= start:
-                return
+                return True
             end = min(self.capacity, max(end, start + (1 << 20)))
             if _libc.madvise(self._address + start, end - start, _MADV_POPULATE_WRITE) != 0:
-                self.bytes[start:end:PAGE] |= 0
+                why = ctypes.get_errno()
+                if why != errno.EINVAL:
+                    log.warning("no memory for more of the arena (%s): it stays at %d bytes", os.strerror(why), start)
+                    return False
+                self.bytes[start:end:PAGE] |= 0  # Linux before 5.14: touching does the same, with the GIL
             self._populated = end
+            return True

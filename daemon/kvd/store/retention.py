@@ -5,6 +5,7 @@ first, then ephemeral, short, long, and the least recently used inside a class. 
 do not change them.
 """
 
+import math
 import time
 from enum import IntEnum
 
@@ -28,14 +29,23 @@ class Retention(IntEnum):
 
 NEVER = 0
 """The expiry (unix nanoseconds) of a value that does not expire."""
+LATEST = (1 << 63) - 1
+"""The latest expiry there is."""
 
 
 def expiry_ns(ttl_s: float | None, now_ns: int | None = None) -> int:
-    """Unix nanoseconds at which a value put now with `ttl_s` expires; NEVER for None. A ttl of 0 or less is expired at once."""
+    """Unix nanoseconds at which a value put now with `ttl_s` expires; NEVER for None. A ttl of 0 or less is expired at once.
+
+    What lies beyond a signed 64-bit number (the year 2262) is cut to that: so it is stored everywhere. Raises ValueError for NaN.
+    """
     if ttl_s is None:
         return NEVER
+    if math.isnan(ttl_s):
+        raise ValueError("ttl_s is not a number")
     now = time.time_ns() if now_ns is None else now_ns
-    return max(1, now + int(ttl_s * 1e9))
+    if ttl_s * 1e9 >= LATEST - now:
+        return LATEST
+    return max(1, now + int(max(ttl_s, -1e9) * 1e9))
 
 
 def expired(expires_ns: int, now_ns: int) -> bool:
