@@ -1,0 +1,32 @@
+"""What an entry costs beside its bytes: at most 256 bytes, dict, key and growth included; and it comes back."""
+
+import pytest
+
+from tests.support.processes import run_python
+
+MEASURE = """
+import os
+from kvd.store.index import Index
+from kvd.store.retention import Retention
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+count, ttl = {count}, {ttl}
+index = Index()
+space = index.namespace(bytes(32))
+before = anonymous()
+for i in range(count):
+    index.add(space, os.urandom(32), i, 1, Retention.LONG, 10**18 + i if ttl else 0)
+print((anonymous() - before) / count)
+"""
+
+
+@pytest.mark.parametrize(("count", "ttl"), [(260_000, False), (400_000, False), (130_000, True)])
+def test_an_entry_costs_at_most_256_bytes(count: int, ttl: bool) -> None:
+    """The first count is just past a doubling of the columns; an expiry costs more and is allowed for apart."""
+    run = run_python(MEASURE.format(count=count, ttl=ttl))
+    assert run.rc == 0, run.stderr
+    cost = float(run.stdout)
+    assert cost <= (256 if not ttl else 256 + 200), f"{cost:.0f} bytes an entry"
