@@ -132,6 +132,9 @@ def options_of(settings: Resolved) -> Options:
     value = {name: setting.value for name, setting in settings.items()}
     if value["max_bytes"] < MIN_ARENA:
         raise UsageError(f"--max-bytes {format_size(value['max_bytes'])} is too small", hint="the least is 1MiB")
+    if value["max_bytes"] > (limit := memory_limit()):
+        why = f"--max-bytes {format_size(value['max_bytes'])} is more than the {format_size(limit)} of memory there is"
+        raise UsageError(why, hint="give a size that leaves room for everything else on this host")
     if settings["long_bytes"].origin != "default" and not value["long_path"]:
         raise UsageError("--long-bytes without --long-path", hint="say where the disk tier lies: --long-path DIR")
     if settings["durability"].origin != "default" and not value["long_path"]:
@@ -148,6 +151,19 @@ def options_of(settings: Resolved) -> Options:
         drain_s=value["drain_timeout"],
         evicting=value["eviction_policy"] == "LRU",
     )
+
+
+def memory_limit() -> int:
+    """Bytes of memory this process could have at most: the host's, or its cgroup's where that is less."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limit = min(limit, int(text))
+    return limit
 
 
 def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter]:

@@ -166,3 +166,7 @@ class Arena:
                 self.bytes[start:end:PAGE] |= 0  # Linux before 5.14: touching does the same, with the GIL
             self._populated = end
             return True
+
+
+def _cannot(capacity: int, error: OSError) -> KvdError:
+    return KvdError(f"cannot make an arena of {capacity} bytes: {error.strerror}", hint="give --max-bytes what this host has")

@@ -295,6 +295,15 @@ class Tier:
             self._failed("io_error")
         for (change, _), result in zip(batch, results, strict=True):
             self._finish(change, result.durability if result.ok else Durability.NONE)
+        self._forget_older([identity for (_, identity), result in zip(batch, results, strict=True) if not result.ok])
+
+    def _forget_older(self, identities: list[Identity]) -> None:
+        """What the tier did not take now, it may still hold from an earlier put under the same key: that is out of date."""
+        if identities and self.adapter.capabilities.local_index:
+            found = self.adapter.lookup(identities)
+            identities = [identity for identity, hit in zip(identities, found, strict=True) if hit is not None]
+        if identities:
+            self.erase(identities)
 
     def _finish(self, change: Write, durability: Durability, *, gone: bool = False) -> None:
         index = self.store.index
