@@ -66,7 +66,7 @@ class Arena:
         self._lent_to = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_ahead, name="kvd-prefault", daemon=True)
         self._thread.start()
 
@@ -137,16 +137,16 @@ class Arena:
 
     def close(self) -> None:
         """Stop the thread and let go of the descriptors; mappings of clients live on."""
-        self._closing = True
+        self._closing.set()
         self._wake.set()
         self._thread.join()
         for fd in (self.fd, self.read_only_fd):
             os.close(fd)
 
     def _keep_ahead(self) -> None:
-        while not self._closing:
+        while not self._closing.is_set():
             goal = min(self.capacity, self._lent_to + _AHEAD)
-            while self._populated < goal and not self._closing and self._populate(min(goal, self._populated + _STEP)):
+            while self._populated < goal and not self._closing.is_set() and self._populate(min(goal, self._populated + _STEP)):
                 pass
             self._wake.wait()
             self._wake.clear()
