@@ -20,7 +20,7 @@ SETUP := tests/support/setup.sh
 	@$(SETUP) engine
 
 .build/demo-model/config.json: .venv-vllm/.ready tests/support/tiny_model.py
-	@.venv-vllm/bin/python tests/support/tiny_model.py .build/demo-model --size small
+	@HF_HUB_DISABLE_PROGRESS_BARS=1 .venv-vllm/bin/python tests/support/tiny_model.py .build/demo-model --size small >/dev/null
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
