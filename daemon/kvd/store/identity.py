@@ -6,6 +6,7 @@ the value in every tier, and are compared when it is read. Equal keys in two nam
 """
 
 import hashlib
+from collections.abc import Sequence
 
 NAMESPACE_BYTES = 32
 KEY_BYTES = 32
@@ -29,3 +30,11 @@ def check_key(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key is exactly {KEY_BYTES} bytes, not {len(key)}")
     return key
+
+
+def check_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """`keys` as a list. Raises ValueError unless each is exactly 32 bytes."""
+    if any(length != KEY_BYTES for length in set(map(len, keys))):
+        for key in keys:
+            check_key(key)
+    return list(keys)

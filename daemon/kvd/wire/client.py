@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvd.errors import Disconnected, Draining, LeaseLost
-from kvd.store.identity import check_key, namespace_of
+from kvd.store.identity import check_key, check_keys, namespace_of
 from kvd.store.retention import Retention, expiry_ns
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter, default_socket
@@ -141,8 +141,7 @@ class Client:
         klass = Retention.of(retention)
         space = self._space(namespace)
         views = [flat(data) for _, data in items]
-        for key, _ in items:
-            check_key(key)
+        check_keys([key for key, _ in items])
         results: list[PutResult | None] = [None] * len(items)
         expires = expiry_ns(ttl_s)
         wait_ms = self._wait_ms(wait)
@@ -196,8 +195,7 @@ class Client:
         wait: str,
         namespace: str | bytes | None,
     ) -> list[PutResult]:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         wait_ms = self._wait_ms(wait)
         klass = Retention.of(retention)
         request = p.Commit(0, self._space(namespace), serials, sizes, list(keys), klass, expiry_ns(ttl_s), wait_ms)
@@ -246,8 +244,7 @@ class Client:
     def _collect(
         self, keys: Sequence[bytes], namespace: str | bytes | None, into: tuple[list[memoryview], list[int | None]] | None
     ) -> list[bytes | None]:
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
         space = self._space(namespace)
         values: list[bytes | None] = []
         lost = 0
@@ -308,7 +305,7 @@ class Client:
     def read(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None, timeout_s: float | None = None) -> ReadLease:
         """Pin values and look at them in place. Waits up to `timeout_s` for tiers; what has not come by then is None."""
         space = self._space(namespace)
-        wanted = [check_key(key) for key in keys]
+        wanted = check_keys(keys)
         return self._again(lambda link: self._lease(link, space, wanted, timeout_s=timeout_s))
 
     def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bool]:

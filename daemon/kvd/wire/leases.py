@@ -49,6 +49,8 @@ class ReadLease:
     def views(self) -> list[memoryview | None]:
         """One read-only view a key, None where there is none. Made when first asked for."""
         view, inline = self._link.mapping.read_view, self._inline
+        if not inline and self.complete and p.MISSING not in self.offsets:
+            return [view[offset : offset + length] for offset, length in zip(self.offsets, self.lengths, strict=True)]
         made: list[memoryview | None] = [
             memoryview(inline[i]) if i in inline else None if offset == p.MISSING else view[offset : offset + length]
             for i, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True))
