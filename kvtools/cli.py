@@ -127,8 +127,14 @@ def run(prog: str, target: str, args: list[str] | None = None) -> NoReturn:
 
 
 def run_words(prog: str, target: str, words: list[str]) -> int:
-    """As `run`, but return the exit status: for a shell, whose every line is a command."""
-    return _run(prog, target, words)
+    """As `run`, but return the exit status and keep stdout: for a shell, whose every line is a command."""
+    stdout = sys.stdout
+    try:
+        return _run(prog, target, words)
+    finally:
+        if sys.stdout is not stdout:
+            sys.stdout.close()  # an interrupted command left it pointing nowhere, for an exit that does not come here
+            sys.stdout = stdout
 
 
 def _run(prog: str, target: str, words: list[str]) -> int:

@@ -40,9 +40,9 @@ def not_there(name: str, root: Path) -> NotFound:
 
 
 def names_starting(root: Path, incomplete: str) -> list[str]:
-    """Names that may complete `incomplete`, case ignored; empty rather than an error."""
+    """Names that begin with `incomplete`; empty rather than an error."""
     try:
         names = pool.candidates(root)
     except KvError:
         return []
-    return [name for name in names if name.casefold().startswith(incomplete.casefold())]
+    return [name for name in names if name.startswith(incomplete)]

@@ -1,0 +1,177 @@
+"""kvctl apply on plan files: once, as a dry run, and kept in force while engines come, go and idle."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtools.ctl.applying import Keeper, read_plan
+from kvtools.ctl.plan import parse_plan
+from kvtools.devices import Device
+from kvtools.segments import pool
+from tests.kvtools.engines import ANSWERING, end, start_engine
+from tests.support.processes import SCRIPTS, Ran, wait_until
+
+from .conftest import GiB, MiB
+
+Kvctl = Callable[..., Ran]
+
+
+def limits(shm: Path) -> dict[str, int]:
+    return {reading.name: reading.limit_bytes for reading in pool.list_pools(shm).pools}
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        (tmp_path / "plan.yaml").write_text(text)
+        return tmp_path / "plan.yaml"
+
+    return write
+
+
+def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    for name in ("chat", "batch-1", "embed", "other"):
+        pool.create_pool(name, GiB, root=shm)
+    shares = "chat: {weight: 3}", "batch-*: {weight: 1}", "embed: {limit: 8G}", "gone: {optional: true}"
+    file = plan("budget: 40G\nsegments:\n" + "".join(f"  {share}\n" for share in shares))
+    before = limits(shm)
+    ran = kvctl("apply", file, "--dry-run")
+    assert (ran.rc, limits(shm)) == (0, before)
+    assert ran.stdout.splitlines()[-1] == "not applied (dry run): 40 GiB of a budget of 40 GiB, 0 changed"
+    ran = kvctl("apply", file, "--json")
+    body = ran.json()
+    assert (ran.rc, body["schema"], body["applied"], body["sum_bytes"]) == (0, "kvctl.apply/1", True, 40 * GiB)
+    assert limits(shm) == {"chat": 24 * GiB, "batch-1": 8 * GiB, "embed": 8 * GiB, "other": GiB}
+    assert "other (limit 1 GiB) is not in the plan" in ran.stderr
+    assert kvctl("apply", file).stdout.splitlines()[-1] == "applied: 40 GiB of a budget of 40 GiB, 0 changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("segments: {x: {limit: 1G}}\nsegments: {y: {limit: 1G}}", 2, "line 1: 'segments' is given twice"),
+        ("segments: {x: {limit: 1G}, x: {limit: 2G}}", 2, "'x' is given twice"),
+        ("segments: {x: {limit: 1G}", 2, "line 1: expected ',' or '}'"),
+        ("\x00", 2, "plan "),
+        ("segments: !!python/object/apply:os.system ['touch /tmp/owned']", 2, "could not determine a constructor"),
+        ("- 1", 2, "the plan: not a mapping"),
+        ("segments: {nowhere: {limit: 1G}}", 3, "no segment named nowhere"),
+        ("budget: 1G\nsegments: {x: {floor: 2G}}", 2, "cannot be met"),
+        ("segments: {x: {limit: 1M}}", 5, "x: 512 MiB are in use: at 1 MiB its engine will preempt requests"),
+    ],
+)
+def test_bad_plans_change_nothing(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path], text: str, status: int, said: str) -> None:
+    pool.create_pool("x", GiB, used_bytes=512 * MiB, root=shm)
+    ran = kvctl("apply", plan(text))
+    assert (ran.rc, ran.stdout) == (status, ""), ran.stderr
+    assert said in ran.stderr
+    assert limits(shm) == {"x": GiB}
+
+
+def test_files_that_are_no_plan(kvctl: Kvctl, tmp_path: Path) -> None:
+    assert kvctl("apply", tmp_path / "none.yaml").rc == 3
+    assert kvctl("apply", tmp_path).rc == 4
+    (tmp_path / "big").write_bytes(b" " * (1 << 20) + b" ")
+    assert kvctl("apply", tmp_path / "big").rc == 2
+
+
+def test_memory_in_use_is_taken_with_a_yes(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    pool.create_pool("x", GiB, used_bytes=512 * MiB, root=shm)
+    assert kvctl("apply", plan("segments: {x: {limit: 1M}}"), "--yes").rc == 0
+    assert limits(shm) == {"x": MiB}
+
+
+def test_a_locked_segment_leaves_all_as_it_was(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    """The last one written cannot be: the others are taken back."""
+    for name in ("a", "b"):
+        pool.create_pool(name, GiB, root=shm)
+    (shm / "c").write_bytes(b"")
+    ran = kvctl("apply", plan("segments: {a: {limit: 512M}, b: {limit: 2G}, c: {limit: 1G}}"))
+    assert (ran.rc, limits(shm)) == (3, {"a": GiB, "b": GiB})
+
+
+def test_a_budget_of_a_gpu(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.create_pool("x", GiB, root=shm)
+    monkeypatch.setattr("kvtools.devices.find_devices", lambda: [Device(0, "amd", "MI300X", "GPU-1", "0", 192 * GiB, 0)])
+    assert kvctl("apply", plan("budget: {gpu: 0, percent: 50}\nsegments: {x: {}}")).rc == 0
+    assert limits(shm) == {"x": 96 * GiB}
+    assert kvctl("apply", plan("budget: {gpu: 1}\nsegments: {x: {}}")).rc == 2
+
+
+def test_json_is_yaml(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"budget": "1G", "segments": {"x": {"weight": 2.5}}}))
+    assert read_plan(tmp_path / "plan.json").budget_bytes == GiB
+
+
+@pytest.mark.real("segments")
+def test_a_plan_kept_in_force_follows_engines_that_come_and_go(shm: Path, plan: Callable[[str], Path], tmp_path: Path) -> None:
+    file = plan("budget: 1G\nsegments:\n  'm*': {}\n")
+    words = [SCRIPTS / "kvctl", "--shm", shm, "apply", file, "--watch", "-n", "50ms", "--yes"]
+    keeper = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = start_engine(shm, "m1", ANSWERING, used=900 * MiB)
+    second = start_engine(shm, "m2", ANSWERING)
+    wait_until(lambda: limits(shm) == {"m1": 512 * MiB, "m2": 512 * MiB}, what="both have half")
+    wait_until(lambda: pool.read_pool("m1", root=shm).used_bytes == 512 * MiB, what="the first has given memory back")
+    end(second)
+    wait_until(lambda: limits(shm)["m1"] == GiB, what="the first has all again")
+    end(first)
+    keeper.send_signal(2)
+    out, err = keeper.communicate(timeout=10)
+    assert (keeper.returncode, err) == (130, "")
+    assert "m1: 1 GiB -> 512 MiB" in out
+    assert "m1: 512 MiB -> 1 GiB" in out
+
+
+def test_idle_pools_lend_their_part_and_get_it_back(shm: Path) -> None:
+    for name in ("a", "b"):
+        pool.create_pool(name, 5 * GiB, used_bytes=GiB, root=shm)
+    now = [0.0]
+    plan = parse_plan({"budget": "10G", "idle_after": "60s", "segments": {"a": {"floor": "2G"}, "b": {"floor": "2G"}}})
+    keeper = Keeper(plan, None, root=shm, gentle=False, as_json=False, clock=lambda: now[0])
+    keeper.round()
+    assert limits(shm) == {"a": 5 * GiB, "b": 5 * GiB}
+    now[0] = 61.0
+    pool.write_usage("b", 2 * GiB, 0, root=shm)
+    keeper.round()
+    assert limits(shm) == {"a": 2 * GiB, "b": 8 * GiB}
+    pool.write_usage("a", 2 * GiB, 0, root=shm)
+    now[0] = 61.5
+    keeper.round()
+    assert limits(shm) == {"a": 5 * GiB, "b": 5 * GiB}
+
+
+def test_a_pool_idle_with_more_than_its_floor_keeps_what_it_uses(shm: Path) -> None:
+    for name in ("a", "b"):
+        pool.create_pool(name, 5 * GiB, used_bytes=3 * GiB, root=shm)
+    now = [0.0]
+    plan = parse_plan({"budget": "10G", "idle_after": "60s", "segments": {"a": {"floor": "2G"}, "b": {}}})
+    keeper = Keeper(plan, None, root=shm, gentle=False, as_json=False, clock=lambda: now[0])
+    for now[0] in (0.0, 100.0, 200.0):
+        keeper.round()
+        assert limits(shm) == {"a": 5 * GiB, "b": 5 * GiB}
+
+
+def test_what_cannot_be_met_now_is_said_once_and_ends_nothing(shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.create_pool("a", 8 * GiB, used_bytes=7 * GiB, root=shm)
+    keeper = Keeper(parse_plan({"budget": "4G", "segments": {"a": {}}}), None, root=shm, gentle=True, as_json=False)
+    keeper.round()
+    keeper.round()
+    err = capsys.readouterr().err
+    assert err.count("cannot be met now: use and floors sum to 7 GiB, the budget leaves 4 GiB; trying again") == 1
+    pool.write_usage("a", GiB, 0, root=shm)
+    keeper.round()
+    assert limits(shm) == {"a": 4 * GiB}
+
+
+def test_a_watch_of_fixed_rounds_ends_and_speaks_json(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    pool.create_pool("x", GiB, root=shm)
+    began = time.monotonic()
+    ran = kvctl("apply", plan("segments: {x: {limit: 2G}, y: {limit: 2G}}"), "--watch", "--count", "2", "-n", "50ms", "--json")
+    assert (ran.rc, ran.stderr) == (0, "")
+    assert json.loads(ran.stdout)["segments"][0]["new_limit_bytes"] == 2 * GiB
+    assert time.monotonic() - began < 5
+    assert kvctl("apply", plan("segments: {x: {limit: 2G}}"), "--watch", "-n", "1ms").rc == 2

@@ -1,0 +1,88 @@
+"""The edge of every command: each error becomes one line, a hint and its own status; a traceback only with --debug."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from kvtools import cli, errors
+from kvtools.exits import Exit
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A one-command app whose body raises what it is given."""
+    box: list[BaseException] = []
+    app = cli.new_app("Fails.")
+
+    @app.command()
+    def fail() -> None:
+        """Fail."""
+        raise box[0]
+
+    monkeypatch.setattr(cli, "app", app)
+
+    def run(error: BaseException, *words: str) -> int:
+        box[:] = [error]
+        return cli.run_words("kvx", "kvtools.cli:app", [*words, "fail"])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (errors.KvError, 1),
+        (errors.UsageError, 2),
+        (errors.NotFound, 3),
+        (errors.Unreachable, 4),
+        (errors.Refused, 5),
+        (errors.TimedOut, 6),
+    ],
+)
+def test_each_error_has_its_status_and_two_lines(
+    failing: Any, capsys: pytest.CaptureFixture[str], kind: type[errors.KvError], status: int
+) -> None:
+    assert failing(kind("it broke", hint="mend it")) == status
+    assert capsys.readouterr() == ("", "kvx: error: it broke\nhint: mend it\n")
+    assert failing(kind("it broke")) == status
+    assert capsys.readouterr().err == "kvx: error: it broke\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 141, ""),
+        (ModuleNotFoundError("x", name="obstore"), 2, "the Python package 'obstore' is not installed"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), 1, "No such file or directory (/x)"),
+    ],
+)
+def test_other_ends(failing: Any, capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str) -> None:
+    assert failing(error) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_traceback_only_with_debug(failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(errors.KvError("it broke"), "--debug")
+    assert "Traceback" in capsys.readouterr().err
+    failing(errors.KvError("it broke"))
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_errors_travel_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(errors.Refused("no", hint="add --yes")))
+    assert (type(error), error.message, error.hint, error.exit_code) == (errors.Refused, "no", "add --yes", Exit.REFUSED)
+
+
+def test_exit_statuses_are_an_interface() -> None:
+    assert {code.name: int(code) for code in Exit} == {
+        "OK": 0, "FAILED": 1, "USAGE": 2, "NOT_FOUND": 3, "UNREACHABLE": 4, "REFUSED": 5, "TIMEOUT": 6, "UNDETERMINED": 7,
+        "INTERRUPTED": 130, "PIPE": 141,
+    }  # fmt: skip
+
+
+def test_stdout_is_kept_when_a_command_in_a_shell_is_interrupted(failing: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    failing(KeyboardInterrupt())
+    print("still here")
+    assert capsys.readouterr().out == "still here\n"
