@@ -1,0 +1,26 @@
+"""The disk tier: a crash-safe, log-structured store of region files (daemon/FORMAT.md has every byte).
+
+adapter    DiskAdapter, the tier itself
+format     the structures on disk
+storage    the seam to the operating system, and the real one
+geometry   how a budget is cut into regions
+index      where every value lies, in RAM
+catalog    all shared state and its rules
+region     one region file and its index pages
+writer     appending: lanes, groups, large values
+reader     loading and checking
+evict      making room
+files      making and reusing region files
+deletes    the log of what must stay dead
+recency    last uses, kept over a clean restart
+syncing    durability
+scan       reading back what a region holds
+recovery   starting up
+manifest   whose folder it is
+buffers    aligned scratch memory
+"""
+
+from kvd.tiers.adapters.disk.adapter import DiskAdapter
+from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage
+
+__all__ = ["DirectIO", "DiskAdapter", "RealStorage", "Storage"]

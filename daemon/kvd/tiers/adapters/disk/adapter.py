@@ -1,0 +1,422 @@
+"""DiskAdapter: the crash-safe, log-structured region store as a tier.
+
+Purpose: keep values on a local (or NFS) file system over restarts, at the speed of the device. Contract: `base.Adapter`.
+
+    store  -> claim identities -> Writer (lanes, groups) -> Catalog -> [Syncer]
+    load   -> Catalog (find, pin) -> Reader (one preadv a run) -> verify -> Catalog (touch)
+    delete -> claim -> Catalog -> deletes log, or the whole region where nothing is left in it
+    room   <- Evictor <- Writer, when a lane needs a new region
+
+What a restart finds is what FORMAT.md says and nothing else. `usage` counts the pages of live extents, headers included, to
+the byte, also right after a restart; `describe` tells what the files take in all, never more than `max_bytes`.
+
+Failure: an item fails alone ('full', 'io_error', 'too_large', 'expired', 'unwanted'); where *every* item of a call failed for
+the device's sake, AdapterFull or AdapterError is raised, so that the tier's breaker learns of it.
+Concurrency: every method from any thread, several at once, between `open` and `close`.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
+from kvd.store.retention import Retention, expired
+from kvd.tiers.adapters.base import (
+    Adapter,
+    AdapterConfigError,
+    AdapterError,
+    AdapterFull,
+    Capabilities,
+    Durability,
+    Hit,
+    Item,
+    Loaded,
+    Stored,
+    Usage,
+    Want,
+)
+from kvd.tiers.adapters.disk import manifest, recency
+from kvd.tiers.adapters.disk.buffers import BufferPool
+from kvd.tiers.adapters.disk.catalog import Catalog
+from kvd.tiers.adapters.disk.deletes import DeletesLog
+from kvd.tiers.adapters.disk.evict import Evictor
+from kvd.tiers.adapters.disk.files import RegionFiles
+from kvd.tiers.adapters.disk.format import region_sequence
+from kvd.tiers.adapters.disk.geometry import plan
+from kvd.tiers.adapters.disk.index import unpack
+from kvd.tiers.adapters.disk.reader import Reader
+from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of
+from kvd.tiers.adapters.disk.region import Region, State
+from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage
+from kvd.tiers.adapters.disk.syncing import Syncer
+from kvd.tiers.adapters.disk.writer import Draft, Writer, reason_of
+
+IO_MODES = ("auto", "direct", "buffered")
+_FLOOR_SHARE = 100
+_FLOOR_MAX = 10 << 30
+_DELETES_SPENT_MIN = 4096
+
+
+class DiskAdapter(Adapter):
+    """A folder of region files; see the module."""
+
+    type = "disk"
+    capabilities = Capabilities(evict=True, enumerate=True, durable=True, exact_usage=True, local_index=True)
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        max_bytes: int,
+        *,
+        region_bytes: int | None = None,
+        durability: Durability = Durability.NONE,
+        io: Storage | None = None,
+        io_mode: str = "auto",
+        group_interval_s: float = 0.02,
+        free_floor_bytes: int | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """A store in `path` of at most `max_bytes` of files. `free_floor_bytes`: no new file when less than this would stay
+
+        free on the file system (default: 1 % of it, at most 10 GiB). Raises AdapterConfigError for what can never work.
+        """
+        super().__init__(name)
+        if io_mode not in IO_MODES:
+            raise AdapterConfigError(f"{name}: io_mode is {io_mode!r}", hint=f"one of {', '.join(IO_MODES)}")
+        self.path = Path(path)
+        self.geometry = plan(name, max_bytes, region_bytes)
+        self.durability = durability
+        self._io = io if io is not None else RealStorage()
+        self._io_mode = io_mode
+        self._group_interval_s = group_interval_s
+        self._free_floor_bytes = free_floor_bytes
+        self._clock_ns = clock_ns
+        self._direct = DirectIO(False, 0, "not open")
+        self._pool = BufferPool()
+        self._catalog = Catalog(self.geometry, self.counters, clock_ns)
+        self._lock_fd = -1
+        self._files: RegionFiles
+        self._deletes: DeletesLog
+        self._evictor: Evictor
+        self._writer: Writer
+        self._reader: Reader
+        self._syncer: Syncer
+        self._hasher: ThreadPoolExecutor
+        self.recovery_s = 0.0
+        """How long the last `open` took."""
+
+    # -- life ------------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """See Adapter. The folder is owned from here on."""
+        started = time.perf_counter()
+        self._lock_fd = manifest.own(self._io, self.path)
+        try:
+            self._open_owned()
+        except OSError as error:
+            self._give_up()
+            raise AdapterError(f"{self.name}: cannot read {self.path}: {error.strerror or error}") from error
+        except BaseException:
+            self._give_up()
+            raise
+        self.recovery_s = time.perf_counter() - started
+
+    def _give_up(self) -> None:
+        self._io.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _open_owned(self) -> None:
+        manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
+        self._direct = self._choose_io()
+        floor = self._free_floor_bytes
+        if floor is None:
+            floor = min(self._io.free_bytes(self.path)[1] // _FLOOR_SHARE, _FLOOR_MAX)
+        sync = self.durability is not Durability.NONE
+        self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
+        self._files = RegionFiles(self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=floor)
+        self._deletes = DeletesLog(self._io, self.path)
+        self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
+        self._hasher = ThreadPoolExecutor(4, thread_name_prefix="kvd-disk-hash")
+        self._writer = Writer(self._io, catalog, self._evictor.make_region, self._direct, self._pool, self._hasher)
+        self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool)
+        self._evictor.writer, self._evictor.reader = self._writer, self._reader
+        self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
+        self._recover()
+        if self.durability is Durability.GROUP:
+            self._syncer.start(self._group_interval_s)
+
+    def _choose_io(self) -> DirectIO:
+        if self._io_mode == "buffered":
+            return DirectIO(False, 0, "buffered by configuration")
+        direct = self._io.direct_io(self.path)
+        if self._io_mode == "direct" and not direct.ok:
+            raise AdapterConfigError(
+                f"{self.name}: io_mode is 'direct', but {self.path} cannot do it: {direct.reason}",
+                hint="use io_mode 'auto', or a local file system such as ext4 or xfs",
+            )
+        return direct
+
+    def _recover(self) -> None:
+        catalog = self._catalog
+        found = find_regions(self._io, self.path, direct=self._direct.ok, pool=self._pool)
+        deletes = self._deletes.load()
+        pairs = []
+        for file in found:
+            catalog.region_sequence = max(catalog.region_sequence, _highest(file) + 1)
+            if file.scan is None:
+                continue
+            with catalog.changed:
+                region = region_of(file, catalog.take_slot_locked())
+                catalog.add_region_locked(region)
+                catalog.held_bytes += file.size
+            pairs.append((region, file.scan))
+            self.counters.corruptions += file.scan.damaged_pages
+        with catalog.changed:
+            merge(catalog, pairs, deletes, recency.load(self._io, self.path))
+        for file in found:
+            if file.scan is None:
+                self._files.adopt_free(file.path, file.fd, file.size)
+        self._deletes.rewrite(catalog.stale)
+        self._evictor.release_dead([region for region, _ in pairs])
+        self._evictor.fit()
+        self._resume([region for region, _ in pairs], {file.path: file.size for file in found})
+
+    def _resume(self, regions: list[Region], sizes: dict[Path, int]) -> None:
+        """Let the regions with the most room take appends again."""
+        lanes = self.geometry.lanes
+        for region in sorted(regions, key=Region.room_left, reverse=True):
+            whole = region.state is State.SEALED and sizes.get(region.path) == region.size == self.geometry.region_bytes
+            if not whole or region.room_left() < region.size // 8:
+                continue
+            already = [other for other in self._writer.open_regions() if other.retention == region.retention]
+            if len(already) < lanes:
+                region.state = State.OPEN
+                self._writer.adopt(region)
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """See Adapter. Index pages and the recency snapshot are written, so the next start walks no headers."""
+        if self._lock_fd < 0:
+            return
+        self._syncer.stop()
+        self._writer.close()
+        self._syncer.sync_all()
+        with self._catalog.changed:
+            entries = [unpack(word) for _, word in self._catalog.index.items()]
+            sequences = {slot: region.sequence for slot, region in self._catalog.regions.items()}
+        try:
+            recency.save(self._io, self.path, [(sequences[entry.slot], entry.offset, entry.tick) for entry in entries])
+        except OSError:
+            self.counters.io_errors += 1
+        self._hasher.shutdown()
+        self._deletes.close()
+        self._files.close()
+        self._io.close(self._lock_fd)
+        self._lock_fd = -1
+
+    # -- values ----------------------------------------------------------------------------------------------------------
+
+    def store(self, items: Sequence[Item]) -> list[Stored]:
+        """See Adapter."""
+        now = self._clock_ns()
+        results = [self._refusal(item, now) for item in items]
+        last = {item.identity: number for number, item in enumerate(items) if results[number] is None}
+        # Of equal identities in one call the last one counts, as if they had come one by one.
+        claimed = self._catalog.claim(last)
+        try:
+            drafts = self._drafts(items, last)
+            failure = self._append(list(drafts.values()))
+            self._make_durable(drafts.values())
+        finally:
+            self._catalog.release(claimed)
+        stored = [
+            result if result is not None else _outcome(drafts[item.identity], self.durability)
+            for item, result in zip(items, results, strict=True)
+        ]
+        self._count(items, stored)
+        if drafts and not any(result.ok for result in stored):
+            self._raise_if_device(failure, drafts.values())
+        return stored
+
+    def _refusal(self, item: Item, now: int) -> Stored | None:
+        if len(item.identity) != IDENTITY_BYTES:
+            raise ValueError(f"an identity is {IDENTITY_BYTES} bytes, not {len(item.identity)}")
+        if item.retention < Retention.SHORT:
+            return Stored(False, "unwanted")
+        if expired(item.expires_ns, now):
+            return Stored(False, "expired")
+        if len(item.data) > self.geometry.max_value_bytes:
+            return Stored(False, "too_large")
+        return None
+
+    def _drafts(self, items: Sequence[Item], last: dict[Identity, int]) -> dict[Identity, Draft]:
+        with self._catalog.changed:
+            first = self._catalog.sequence
+            self._catalog.sequence += len(last)
+            self._catalog.tick += 1
+            tick = self._catalog.tick
+        drafts = {}
+        for sequence, (identity, number) in enumerate(last.items(), first):
+            item = items[number]
+            drafts[identity] = Draft(
+                identity, item.data.cast("B"), int(item.retention), item.expires_ns, sequence, tick, item.padded
+            )
+        return drafts
+
+    def _append(self, drafts: list[Draft]) -> AdapterError | None:
+        failure: AdapterError | None = None
+        for retention in sorted({draft.retention for draft in drafts}):
+            try:
+                self._writer.append([draft for draft in drafts if draft.retention == retention])
+            except AdapterError as error:
+                failure = error
+            except OSError as error:
+                self.counters.io_errors += 1
+                failure = AdapterError(f"{self.name}: cannot write to {self.path}: {error.strerror or error}")
+        return failure
+
+    def _make_durable(self, drafts: Collection[Draft]) -> None:
+        if self.durability is not Durability.FSYNC:
+            return
+        regions = {draft.region for draft in drafts if draft.region is not None}
+        failed = self._syncer.sync_regions(regions)
+        for draft in drafts:
+            error = failed.get(draft.region) if draft.region is not None else None
+            if error is not None:
+                with self._catalog.changed:
+                    self._catalog.drop_locked(draft.identity)
+                draft.region, draft.reason = None, reason_of(error)
+
+    def _count(self, items: Sequence[Item], stored: list[Stored]) -> None:
+        with self._catalog.changed:
+            for item, result in zip(items, stored, strict=True):
+                if result.ok:
+                    self.counters.stores += 1
+                    self.counters.store_bytes += len(item.data)
+                elif result.reason not in ("unwanted", "expired"):
+                    self.counters.store_failures += 1
+
+    def _raise_if_device(self, failure: AdapterError | None, drafts: Collection[Draft]) -> None:
+        reasons = {draft.reason for draft in drafts}
+        if failure is not None:
+            raise failure
+        if reasons == {"full"}:
+            raise AdapterFull(f"{self.name}: no space left for {self.path}", hint="free disk space or lower the budget")
+        if reasons <= {"full", "io_error"}:
+            raise AdapterError(f"{self.name}: cannot write to {self.path}: I/O error", hint="see the kernel log (dmesg)")
+
+    def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        """See Adapter."""
+        now = self._clock_ns()
+        answers: list[Hit | None] = []
+        with self._catalog.changed:
+            for identity in identities:
+                entry = self._catalog.find_locked(identity, now)
+                answers.append(None if entry is None else Hit(entry.length, Retention(entry.retention), entry.expires_ns))
+        return answers
+
+    def load(self, wants: Sequence[Want]) -> list[Loaded]:
+        """See Adapter."""
+        results = self._reader.load(wants)
+        if results and all(result is Loaded.ERROR for result in results):
+            raise AdapterError(f"{self.name}: cannot read from {self.path}: I/O error", hint="see the kernel log (dmesg)")
+        return results
+
+    def delete(self, identities: Sequence[Identity]) -> int:
+        """See Adapter."""
+        catalog = self._catalog
+        claimed = catalog.claim(identities)
+        try:
+            with catalog.changed:
+                now = self._clock_ns()
+                held = sum(catalog.find_locked(identity, now) is not None for identity in claimed)
+                touched = {entry.slot for identity in claimed if (entry := catalog.drop_locked(identity))}
+                empty = [region for slot in touched if (region := catalog.regions[slot]).live == 0]
+            # A region that is empty now goes as a whole, which is cheaper than a line for every value in it.
+            self._evictor.release_dead(empty)
+            with catalog.changed:
+                first = catalog.sequence
+                catalog.sequence += 1
+                lines = [(identity, first) for identity in claimed if identity in catalog.stale]
+            self._note_deletes(lines)
+        finally:
+            catalog.release(claimed)
+        return held
+
+    def _note_deletes(self, lines: list[tuple[Identity, int]]) -> None:
+        try:
+            self._deletes.append(lines, sync=self.durability is Durability.FSYNC)
+        except OSError as error:
+            self.counters.io_errors += 1
+            raise AdapterError(f"{self.name}: a delete in {self.path} may not outlive a restart: {error.strerror}") from error
+        with self._catalog.changed:
+            needed = len(self._catalog.stale)
+            if self._deletes.lines - needed <= max(_DELETES_SPENT_MIN, needed):
+                return
+            identities = set(self._catalog.stale)
+        try:
+            self._deletes.rewrite(identities)
+        except OSError:
+            self.counters.io_errors += 1
+
+    def delete_namespace(self, namespace: bytes) -> int:
+        """See Adapter."""
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
+        with self._catalog.changed:
+            identities = self._catalog.index.namespace(namespace)
+        return self.delete(identities)
+
+    def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        """See Adapter. A snapshot a namespace."""
+        with self._catalog.changed:
+            namespaces = self._catalog.index.namespaces()
+        for namespace in namespaces:
+            with self._catalog.changed:
+                identities = self._catalog.index.namespace(namespace)
+            for identity, hit in zip(identities, self.lookup(identities), strict=True):
+                if hit is not None:
+                    yield identity, hit
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """See Adapter. Bytes: the pages of live extents, header pages included. Expired values count until they are noticed."""
+        with self._catalog.changed:
+            return Usage(self._catalog.live_bytes, self.geometry.max_bytes, len(self._catalog.index))
+
+    def flush(self) -> Durability:
+        """See Adapter: FSYNC, or NONE where the device refused."""
+        return Durability.FSYNC if self._syncer.sync_all() else Durability.NONE
+
+    def describe(self) -> dict[str, object]:
+        """See Adapter."""
+        with self._catalog.changed:
+            states = [region.state for region in self._catalog.regions.values()]
+            allocated = self._catalog.held_bytes
+            stale = len(self._catalog.stale)
+        return {
+            "path": str(self.path),
+            "durability": self.durability.name.lower(),
+            "io": "direct" if self._direct.ok else "buffered",
+            "io_reason": self._direct.reason,
+            "region_bytes": self.geometry.region_bytes,
+            "max_value_bytes": self.geometry.max_value_bytes,
+            "regions": len(states),
+            "regions_open": states.count(State.OPEN),
+            "allocated_bytes": allocated,
+            "preallocated": not self._files.sparse if self._lock_fd >= 0 else None,
+            "stale_identities": stale,
+            "deletes_log_lines": self._deletes.lines if self._lock_fd >= 0 else 0,
+            "recovery_s": round(self.recovery_s, 6),
+        }
+
+
+def _highest(file: Found) -> int:
+    """The highest region sequence that a file knows of: its name's or its header's."""
+    return max(region_sequence(file.path.name) or 0, file.header.sequence if file.header is not None else 0)
+
+
+def _outcome(draft: Draft, durability: Durability) -> Stored:
+    return Stored(True, "", durability) if draft.region is not None else Stored(False, draft.reason or "io_error")

@@ -1,0 +1,202 @@
+"""Making room: which region goes, what of it is kept, and in which order the disk learns of it.
+
+The policy is a clock over regions. Within a class the region that was sealed (or spared) longest ago is looked at first;
+regions without live or unexpired values go before all others, regions of class short before those of class long.
+    * A region most of whose live bytes were used since is *spared*: it goes to the back of the queue. Nothing is copied.
+    * Of any other region the values used since are *moved*: written again into the region that takes its place, most
+      recently used first, up to a quarter of a region and 32 MiB. The rest is evicted.
+So a value that is used once a round stays, at a bounded cost in writes, and what is not used goes in the order it came.
+
+The order of steps keeps every crash safe: index forgets the region; lines go to the deletes log (synced) for older records
+elsewhere that this region's records kept dead; the region's header is zeroed; only then is the file used again. A crash
+before the zeroing brings the region back whole.
+
+Concurrency: one thread at a time makes room (`_space`); others go on reading and writing meanwhile.
+"""
+
+import errno
+import threading
+from pathlib import Path
+
+from kvd.store.identity import Identity
+from kvd.store.retention import expired
+from kvd.tiers.adapters.base import AdapterError, AdapterFull
+from kvd.tiers.adapters.disk.buffers import BufferPool
+from kvd.tiers.adapters.disk.catalog import Catalog
+from kvd.tiers.adapters.disk.deletes import DeletesLog
+from kvd.tiers.adapters.disk.files import RegionFiles
+from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
+from kvd.tiers.adapters.disk.index import at, unpack
+from kvd.tiers.adapters.disk.reader import Reader
+from kvd.tiers.adapters.disk.region import Region, State
+from kvd.tiers.adapters.disk.scan import read_records
+from kvd.tiers.adapters.disk.storage import Storage
+from kvd.tiers.adapters.disk.writer import Draft, Writer
+
+_MOVE_BYTES_MAX = 32 << 20
+
+
+class Evictor:
+    """Makes regions for the writer, evicting where the budget or the disk is full."""
+
+    def __init__(
+        self, io: Storage, root: Path, catalog: Catalog, files: RegionFiles, deletes: DeletesLog, pool: BufferPool
+    ) -> None:
+        self._io = io
+        self._root = root
+        self._catalog = catalog
+        self._files = files
+        self._deletes = deletes
+        self._pool = pool
+        self._space = threading.Lock()
+        self._moving: set[Identity] = set()
+        """Claimed while a region is being made."""
+        self.writer: Writer
+        self.reader: Reader
+
+    def make_region(self, retention: int) -> Region:
+        """A new open region of this class. Raises AdapterFull (nothing may be evicted), AdapterError, OSError."""
+        moving: list[Draft] = []
+        with self._space:
+            try:
+                region = self._make(retention, moving)
+                if moving:
+                    self.writer.append_to(region, moving)
+                return region
+            finally:
+                self._catalog.release(self._moving)
+                self._moving = set()
+
+    def _make(self, retention: int, moving: list[Draft]) -> Region:
+        size = self._catalog.geometry.region_bytes
+        while True:
+            self._files.trim(size)
+            room = self._files.has_free() or self._catalog.held_bytes + size <= self._catalog.geometry.max_bytes
+            if room:
+                try:
+                    return self._files.make(retention)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._files.has_free():
+                        raise
+                    # The disk is fuller than the budget knows: live with fewer regions, as long as there is one to take.
+            if not self._evict_one(retention, moving):
+                raise AdapterFull(
+                    f"no room in {self._root}: nothing there may be evicted", hint="free disk space or lower the budget"
+                )
+
+    def fit(self) -> None:
+        """Evict until the budget holds (it may be smaller than at the last run)."""
+        with self._space:
+            while self._catalog.held_bytes > self._catalog.geometry.max_bytes:
+                self._files.trim(0)
+                if self._catalog.held_bytes > self._catalog.geometry.max_bytes and not self._evict_one(-1, []):
+                    break
+
+    def release_dead(self, regions: list[Region]) -> None:
+        """Give back regions in which nothing is live. Raises AdapterError where a restart would find one again."""
+        with self._space:
+            for region in regions:
+                with self._catalog.changed:
+                    mine = region.live == 0 and self._take_locked(region)
+                if mine:
+                    self._drop(region, self._records(region), deleting=True)
+
+    def _take_locked(self, region: Region) -> bool:
+        """Make the region ours to drop."""
+        if region.state is State.OPEN:
+            return self.writer.withdraw_locked(region)
+        return region.state is State.SEALED and not region.busy
+
+    def _evict_one(self, retention: int, moving: list[Draft]) -> bool:
+        """Evict one region, leaving its hot values of the class wanted in `moving`; False where there is none to evict."""
+        with self._catalog.changed:
+            region = self._victim_locked()
+            if region is None:
+                return False
+        records = self._records(region)
+        if records is not None and retention >= 0 and not moving:
+            moving.extend(self._rescue(region, records, retention))
+        self._drop(region, records, moved=len(moving))
+        return True
+
+    def _victim_locked(self) -> Region | None:
+        now = self._catalog.clock_ns()
+        sealed = [region for region in self._catalog.regions.values() if region.state is State.SEALED and not region.busy]
+        sealed.sort(key=lambda region: (region.retention, region.mark_tick, region.sequence))
+        for region in sealed:
+            if region.live == 0 or region.all_expired(now):
+                return region
+        last_of_class = {region.retention: region for region in sealed}
+        for spared, region in enumerate(sealed):
+            cold = 2 * region.hot_bytes <= region.live_bytes
+            if cold or region is last_of_class[region.retention] or 2 * spared >= len(sealed):
+                return region
+            self._catalog.tick += 1
+            region.mark_tick = self._catalog.tick
+            region.hot_bytes = 0
+        for region in sorted(self._catalog.regions.values(), key=lambda region: (region.retention, region.mark_tick)):
+            if region.state is State.OPEN and self.writer.withdraw_locked(region):
+                return region
+        return None
+
+    def _records(self, region: Region) -> list[IndexEntry] | None:
+        """Everything the region holds; None where that cannot be read."""
+        try:
+            return read_records(self._io, region, self._pool)
+        except OSError:
+            self._catalog.counters.io_errors += 1
+            return None
+
+    def _rescue(self, region: Region, records: list[IndexEntry], retention: int) -> list[Draft]:
+        """The values worth moving, in memory; their identities stay claimed until they are written."""
+        catalog = self._catalog
+        now = catalog.clock_ns()
+        budget = min(catalog.geometry.region_bytes // 4, _MOVE_BYTES_MAX)
+        chosen = []
+        with catalog.changed:
+            words = ((record, catalog.index.get(record.identity)) for record in records)
+            held = [(record, unpack(word)) for record, word in words if word is not None and at(word, region.slot, record.offset)]
+            hot = [(record, entry) for record, entry in held if entry.tick > region.mark_tick and entry.retention == retention]
+            for record, entry in sorted(hot, key=lambda pair: -pair[1].tick):
+                size = extent_bytes(entry.length)
+                if size > budget or expired(entry.expires_ns, now) or not catalog.try_claim_locked(record.identity):
+                    continue
+                budget -= size
+                chosen.append((record, entry))
+        drafts: list[Draft] = []
+        for record, entry in chosen:
+            draft = Draft(record.identity, memoryview(b""), entry.retention, entry.expires_ns, record.sequence, entry.tick)
+            self._moving.add(record.identity)
+            try:
+                found = self.reader.read_value(region, entry, record.identity)
+            except OSError:
+                found = None
+                catalog.counters.io_errors += 1
+            if found is not None:
+                draft.data = found[1]
+                drafts.append(draft)
+        return drafts
+
+    def _drop(
+        self, region: Region, records: list[IndexEntry] | None, *, moved: int = 0, deleting: bool = False, sync: bool = False
+    ) -> None:
+        """Forget a region and give its file back. Raises AdapterError where what must stay dead could not be noted."""
+        catalog = self._catalog
+        with catalog.changed:
+            gone = region.live
+            lines = catalog.forget_region_locked(region, records)
+            catalog.counters.evictions += max(0, gone - moved)
+        if lines:
+            try:
+                self._deletes.append(lines, sync=True)
+            except OSError as error:
+                catalog.counters.io_errors += 1
+                raise AdapterError(f"{self._root}: cannot write the deletes log: {error.strerror}") from error
+        if not self._files.release(region):
+            # A restart would find it again. What it holds stays noted as stale, so that newer records of the same identities
+            # leave a line in the deletes log when they go.
+            with catalog.changed:
+                for record in records or ():
+                    catalog.stale[record.identity] = catalog.stale.get(record.identity, 0) + 1
+            if deleting:
+                raise AdapterError(f"{self._root}: a delete may not outlive a restart: a region could not be emptied")

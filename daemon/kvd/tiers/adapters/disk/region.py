@@ -1,0 +1,137 @@
+"""One region file: where the next extent goes, what is live in it, and its index pages.
+
+A region is append-only. Extents grow from the front, index pages from the back: whenever 36 extents have been written
+their index entries go to the next page from the end; what is left over goes to a partial page when the region is sealed or
+the store closes, and that page is written again when more entries come. An index page is an accelerator: where it is
+missing or torn, recovery walks the extent headers of its range instead.
+
+Concurrency: fields are changed under the store's lock, except those of the append path (`data_end`, `pending`, index
+pages), which belong to the one thread that has set `busy`. A thread that does I/O on `fd` holds a pin or `busy`, so the
+descriptor cannot be closed under it.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from kvd.store.identity import Identity
+from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, PAGE, IndexEntry, IndexPage, index_pages
+from kvd.tiers.adapters.disk.storage import Storage, write_fully
+
+
+class State(Enum):
+    """Where a region is in its life."""
+
+    OPEN = "open"
+    """Takes appends."""
+    SEALED = "sealed"
+    """Full or given up for writing; readable."""
+    GONE = "gone"
+    """Evicted; its entries are out of the index. The file lives on while readers have it pinned."""
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """A region that holds values."""
+
+    slot: int
+    path: Path
+    fd: int
+    size: int
+    retention: int
+    sequence: int
+    nonce: int
+    epoch: int = 1
+    state: State = State.OPEN
+    busy: bool = False
+    pins: int = 0
+    unlinked: bool = False
+    """The file has no name any more: whoever ends the last pin closes it."""
+    data_end: int = PAGE
+    pages: int = 0
+    """Full index pages on disk."""
+    covered: int = PAGE
+    """Where the range of the next index page begins."""
+    pending: list[bytes] = field(default_factory=list)
+    """Packed index entries that are in no full page yet."""
+    starts: list[int] = field(default_factory=list)
+    """Offsets of the extents in `pending`."""
+    partial_written: int = 0
+    """Entries of the partial page as last written."""
+    failures: int = 0
+    """Writes that failed in a row."""
+    live: int = 0
+    live_bytes: int = 0
+    stale: list[Identity] = field(default_factory=list)
+    """Identities of dead values whose records in this region a recovery would still find."""
+    mark_tick: int = 0
+    """Values used after this tick are hot. Set when the region is sealed or spared."""
+    hot_bytes: int = 0
+    last_expiry_ns: int = 0
+    """When the last of its values expires; 0: some never do."""
+    never_expires: bool = False
+    writes: int = 0
+    synced: int = 0
+    sync_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def room(self, extra_bytes: int, extra_entries: int) -> bool:
+        """Whether so many bytes of extents, and their index entries, still fit."""
+        reserved = (self.pages + index_pages(len(self.pending) + extra_entries)) * PAGE
+        return self.data_end + extra_bytes + reserved <= self.size
+
+    def room_left(self) -> int:
+        """Bytes between data and index."""
+        return self.size - self.data_end - (self.pages + index_pages(len(self.pending) + 1)) * PAGE
+
+    def note_expiry(self, expires_ns: int) -> None:
+        """Learn of one more value's expiry."""
+        if expires_ns:
+            self.last_expiry_ns = max(self.last_expiry_ns, expires_ns)
+        else:
+            self.never_expires = True
+
+    def all_expired(self, now_ns: int) -> bool:
+        """Whether nothing in here can be alive any more."""
+        return not self.never_expires and 0 < self.last_expiry_ns <= now_ns
+
+    def appended(self, entries: list[IndexEntry], end: int) -> None:
+        """Extents were written up to `end`. The owner of `busy` only."""
+        self.pending.extend(entry.pack() for entry in entries)
+        self.starts.extend(entry.offset for entry in entries)
+        self.data_end = end
+
+    def write_index(self, io: Storage, *, partial: bool) -> None:
+        """Write index pages that are full and, if `partial`, the one that is not. Raises OSError. The owner of `busy` only."""
+        while len(self.pending) >= ENTRIES_PER_PAGE:
+            more = len(self.pending) > ENTRIES_PER_PAGE
+            stop = self.starts[ENTRIES_PER_PAGE] if more else self.data_end
+            self._write_page(io, ENTRIES_PER_PAGE, stop)
+            self.pages += 1
+            self.covered = stop
+            self.partial_written = 0
+            del self.pending[:ENTRIES_PER_PAGE]
+            del self.starts[:ENTRIES_PER_PAGE]
+        if partial and len(self.pending) > self.partial_written:
+            self._write_page(io, len(self.pending), self.data_end)
+            self.partial_written = len(self.pending)
+
+    def _write_page(self, io: Storage, count: int, stop: int) -> None:
+        page = IndexPage(
+            self.sequence, self.nonce, self.pages, self.epoch, self.covered, stop, b"".join(self.pending[:count])
+        ).pack()
+        write_fully(io, self.fd, [aligned_page(page)], self.size - (self.pages + 1) * PAGE)
+
+    def restore_pending(self, entries: list[IndexEntry]) -> None:
+        """Set what recovery found after the last full index page, so that appending can go on."""
+        self.pending = [entry.pack() for entry in entries]
+        self.starts = [entry.offset for entry in entries]
+
+
+def aligned_page(page: bytes) -> memoryview:
+    """A copy of `page` in memory that O_DIRECT accepts."""
+    import mmap
+
+    view = memoryview(mmap.mmap(-1, PAGE))
+    view[:] = page
+    return view

@@ -1,0 +1,94 @@
+"""Durability: who waits for the device, and for how long.
+
+none   nothing is ever synced on the path; a clean close syncs once.
+group  a thread syncs what was written every `interval_s`; a store answers at once, and a power cut loses at most that much.
+fsync  a store returns when its bytes are on stable storage. Threads that wait for one region share one fdatasync: whoever
+       comes while one is under way waits for it, and the first of them then syncs for all.
+
+Failure: an fdatasync that fails may have lost bytes it was asked to keep, so what waited for it is reported as not stored.
+"""
+
+import errno
+import threading
+from collections.abc import Callable, Iterable
+
+from kvd.tiers.adapters.disk.catalog import Catalog
+from kvd.tiers.adapters.disk.deletes import DeletesLog
+from kvd.tiers.adapters.disk.files import RegionFiles
+from kvd.tiers.adapters.disk.region import Region, State
+from kvd.tiers.adapters.disk.storage import Storage
+
+
+class Syncer:
+    """Makes regions stable."""
+
+    def __init__(self, io: Storage, catalog: Catalog, files: RegionFiles, deletes: DeletesLog) -> None:
+        self._io = io
+        self._catalog = catalog
+        self._files = files
+        self._deletes = deletes
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def sync_region(self, region: Region) -> None:
+        """Return when everything written to `region` before this call is stable. Raises OSError. The caller pins the region."""
+        target = region.writes
+        with region.sync_lock:
+            if region.synced >= target:
+                return
+            covered = region.writes
+            self._io.fdatasync(region.fd)
+            region.synced = covered
+
+    def sync_regions(self, regions: Iterable[Region]) -> dict[Region, OSError]:
+        """Sync several, and the folder if names in it changed; the regions that could not be synced."""
+        failed: dict[Region, OSError] = {}
+        for region in regions:
+            with self._catalog.changed:
+                if region.state is State.GONE:
+                    # Evicted before it was stable: it must not be acknowledged, or an older version could outlive it.
+                    failed[region] = OSError(errno.ENOSPC, "evicted again at once")
+                    continue
+                region.pins += 1
+            try:
+                self.sync_region(region)
+                self._files.sync_names()
+            except OSError as error:
+                failed[region] = error
+                self._catalog.counters.io_errors += 1
+            finally:
+                self._files.unpin(region)
+        return failed
+
+    def sync_all(self) -> bool:
+        """Sync whatever is not stable yet; False where something could not be."""
+        with self._catalog.changed:
+            dirty = [
+                region
+                for region in self._catalog.regions.values()
+                if region.synced < region.writes and region.state is not State.GONE
+            ]
+        failed = self.sync_regions(dirty)
+        try:
+            self._deletes.sync()
+        except OSError:
+            self._catalog.counters.io_errors += 1
+            return False
+        return not failed
+
+    def start(self, interval_s: float, done: Callable[[bool], None] = lambda _ok: None) -> None:
+        """Sync every `interval_s` from a thread of our own."""
+
+        def run() -> None:
+            while not self._stop.wait(interval_s):
+                done(self.sync_all())
+
+        self._thread = threading.Thread(target=run, name="kvd-disk-sync", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

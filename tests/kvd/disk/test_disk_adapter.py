@@ -1,0 +1,370 @@
+"""The disk tier through its interface, on the real file system: store, load, delete, restart, limits, refusals."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvd.store.retention import Retention
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.disk.geometry import plan
+from tests.kvd.disk.helpers import get, get_as, identity, item, opened, put, value
+
+LENGTHS = [0, 1, 3839, 3840, 3841, 4095, 4096, 4097, 70_000, 1 << 20, (5 << 20) + 17, 6 << 20]
+
+
+@pytest.mark.parametrize("io_mode", ["auto", "buffered"])
+@pytest.mark.parametrize("arena", [False, True])
+def test_every_length_comes_back_also_over_a_restart(tmp_path, io_mode, arena):
+    values = {identity(number): value(number, length) for number, length in enumerate(LENGTHS)}
+    adapter = opened(tmp_path / "store", 64 << 20, io_mode=io_mode)
+    results = adapter.store([item(name, data, arena=arena) for name, data in values.items()])
+    assert results == [Stored(True, "", Durability.NONE)] * len(LENGTHS)
+    for _ in range(2):
+        for name, data in values.items():
+            assert get(adapter, name, arena=arena) == data
+        buffers = {name: bytearray(len(data)) for name, data in values.items()}
+        assert set(adapter.load([Want(name, memoryview(buffer)) for name, buffer in buffers.items()])) == {Loaded.OK}
+        assert buffers == values
+        used = adapter.usage()
+        adapter.close()
+        adapter = opened(tmp_path / "store", 64 << 20, io_mode=io_mode)
+        assert adapter.usage() == used
+    adapter.close()
+
+
+def test_two_namespaces_with_equal_keys_are_two_values(tmp_path):
+    adapter = opened(tmp_path)
+    put(adapter, identity(1, 0), b"one")
+    put(adapter, identity(1, 1), b"two")
+    adapter.delete_namespace(identity(0, 0)[:32])
+    assert (get(adapter, identity(1, 0)), get(adapter, identity(1, 1))) == (None, b"two")
+    adapter.close()
+    adapter = opened(tmp_path)
+    assert (get(adapter, identity(1, 0)), get(adapter, identity(1, 1))) == (None, b"two")
+    adapter.close()
+
+
+def test_an_overwrite_supersedes_also_over_a_restart(tmp_path):
+    adapter = opened(tmp_path)
+    for data in (b"first", value(2, 9000), b"third"):
+        put(adapter, identity(1), data)
+        assert get(adapter, identity(1)) == data
+    adapter.close()
+    adapter = opened(tmp_path)
+    assert get(adapter, identity(1)) == b"third"
+    assert adapter.usage().entries == 1
+    adapter.close()
+
+
+def test_equal_identities_in_one_call_the_last_counts(tmp_path):
+    adapter = opened(tmp_path)
+    assert [result.ok for result in adapter.store([item(identity(1), b"a"), item(identity(1), b"b")])] == [True, True]
+    assert get(adapter, identity(1)) == b"b"
+    adapter.close()
+
+
+def test_refusals_are_per_item(tmp_path):
+    adapter = opened(tmp_path, clock_ns=lambda: 1000)
+    items = [
+        item(identity(1), b"x", Retention.EPHEMERAL),
+        item(identity(2), b"x", expires_ns=1000),
+        item(identity(3), bytes(adapter.geometry.max_value_bytes + 1)),
+        item(identity(4), bytes(adapter.geometry.max_value_bytes)),
+    ]
+    assert [result.reason for result in adapter.store(items)] == ["unwanted", "expired", "too_large", ""]
+    assert get(adapter, identity(4)) == bytes(adapter.geometry.max_value_bytes)
+    adapter.close()
+
+
+def test_expiry_is_kept_over_a_restart(tmp_path):
+    now = [1000]
+    adapter = opened(tmp_path, clock_ns=lambda: now[0])
+    put(adapter, identity(1), b"short-lived", expires_ns=2000, retention=Retention.SHORT)
+    assert adapter.lookup([identity(1), identity(2)]) == [Hit(11, Retention.SHORT, 2000), None]
+    adapter.close()
+    adapter = opened(tmp_path, clock_ns=lambda: now[0])
+    assert adapter.lookup([identity(1)]) == [Hit(11, Retention.SHORT, 2000)]
+    now[0] = 2000
+    assert get_as(adapter, identity(1)) == (Loaded.MISS, None)
+    assert adapter.usage().entries == 0
+    adapter.close()
+
+
+def test_delete_counts_what_was_held_and_outlives_a_restart(tmp_path):
+    adapter = opened(tmp_path)
+    put(adapter, identity(1), b"x")
+    put(adapter, identity(2), b"y")
+    assert adapter.delete([identity(1), identity(3), identity(1)]) == 1
+    adapter.close()
+    adapter = opened(tmp_path)
+    assert [name for name, _ in adapter.enumerate()] == [identity(2)]
+    adapter.close()
+
+
+def test_a_clear_gives_the_disk_space_back(tmp_path):
+    adapter = opened(tmp_path, 8 << 20)
+    for number in range(60):
+        put(adapter, identity(number), value(number, 100_000))
+    assert adapter.describe()["allocated_bytes"] == 8 << 20
+    assert adapter.delete_namespace(identity(0)[:32]) == 60
+    assert adapter.usage().bytes_used == 0
+    assert adapter.describe()["allocated_bytes"] <= 4 << 20
+    adapter.close()
+
+
+def test_files_are_private(tmp_path):
+    adapter = opened(tmp_path / "store")
+    put(adapter, identity(1), b"x")
+    adapter.close()
+    assert stat.S_IMODE((tmp_path / "store").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "store").iterdir()} == {0o600}
+
+
+def test_wrong_length_is_a_miss(tmp_path):
+    adapter = opened(tmp_path)
+    put(adapter, identity(1), b"four")
+    assert adapter.load([Want(identity(1), memoryview(bytearray(5)))]) == [Loaded.MISS]
+    adapter.close()
+
+
+# -- room ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_holds_and_the_oldest_go_first(tmp_path):
+    adapter = opened(tmp_path, 1 << 20)
+    for number in range(200):
+        assert put(adapter, identity(number), value(number, 20_000))
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.kvcache")) <= 1 << 20
+    held = [number for number in range(200) if get(adapter, identity(number)) is not None]
+    assert held == list(range(held[0], 200))
+    assert len(held) >= 30
+    assert adapter.counters.evictions == 200 - len(held)
+    adapter.close()
+
+
+def test_what_is_used_stays(tmp_path):
+    adapter = opened(tmp_path, 2 << 20)
+    hot = identity(1000)
+    put(adapter, hot, value(1000, 20_000))
+    for number in range(400):
+        put(adapter, identity(number), value(number, 20_000))
+        assert get(adapter, hot) == value(1000, 20_000)
+    adapter.close()
+
+
+def test_use_is_remembered_over_a_restart(tmp_path):
+    adapter = opened(tmp_path, 2 << 20)
+    for number in range(60):
+        put(adapter, identity(number), value(number, 20_000))
+    for number in range(0, 20, 4):
+        assert get(adapter, identity(number)) is not None
+    adapter.close()
+    adapter = opened(tmp_path, 2 << 20)
+    for number in range(100, 150):
+        put(adapter, identity(number), value(number, 20_000))
+    kept = {number for number in range(20) if adapter.lookup([identity(number)])[0]}
+    assert kept == set(range(0, 20, 4))
+    adapter.close()
+
+
+def test_short_goes_before_long(tmp_path):
+    adapter = opened(tmp_path, 2 << 20)
+    for number in range(30):
+        put(adapter, identity(number), value(number, 20_000), retention=Retention.LONG)
+    for number in range(100, 400):
+        put(adapter, identity(number), value(number, 20_000), retention=Retention.SHORT)
+    assert all(adapter.lookup([identity(number)])[0] for number in range(30))
+    adapter.close()
+
+
+def test_a_smaller_and_a_larger_budget_at_restart(tmp_path):
+    adapter = opened(tmp_path, 8 << 20)
+    for number in range(80):
+        put(adapter, identity(number), value(number, 90_000))
+    adapter.close()
+    adapter = opened(tmp_path, 3 << 20)
+    assert adapter.usage().bytes_used <= adapter.describe()["allocated_bytes"] <= 3 << 20
+    kept = [number for number in range(80) if get(adapter, identity(number)) == value(number, 90_000)]
+    assert kept == list(range(kept[0], 80))
+    adapter.close()
+    adapter = opened(tmp_path, 16 << 20)
+    for number in range(100, 200):
+        put(adapter, identity(number), value(number, 90_000))
+    assert all(get(adapter, identity(number)) == value(number, 90_000) for number in kept)
+    adapter.close()
+
+
+def test_another_region_size_reads_the_old_regions(tmp_path):
+    adapter = opened(tmp_path, 8 << 20, region_bytes=1 << 20)
+    values = {identity(number): value(number, 50_000) for number in range(50)}
+    adapter.store([item(name, data) for name, data in values.items()])
+    adapter.close()
+    adapter = opened(tmp_path, 8 << 20, region_bytes=(1 << 20) + 4096 * 7)
+    assert all(get(adapter, name) == data for name, data in values.items())
+    for number in range(100, 300):
+        assert put(adapter, identity(number), value(number, 50_000))
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.kvcache")) <= 8 << 20
+    adapter.close()
+
+
+def test_restarts_do_not_use_up_regions(tmp_path):
+    for number in range(20):
+        adapter = opened(tmp_path, 4 << 20)
+        put(adapter, identity(number), value(number, 1000))
+        adapter.close()
+    adapter = opened(tmp_path, 4 << 20)
+    assert adapter.usage().entries == 20
+    assert adapter.describe()["regions"] == 1
+    adapter.close()
+
+
+@pytest.mark.parametrize("budget", [256 << 10, 1 << 20, 64 << 20, 561 << 20, 1 << 30, 9 << 30, 600 << 30, 40 << 40])
+def test_geometry(budget):
+    geometry = plan("disk", budget, None)
+    assert geometry.regions >= 4
+    assert geometry.regions * geometry.region_bytes <= budget
+    assert geometry.regions <= 513 or geometry.region_bytes == 1 << 36
+    if budget >= 1 << 30:
+        assert geometry.max_value_bytes >= 128 << 20
+    if geometry.region_bytes >= 1 << 30:
+        assert (geometry.region_bytes - 8192) // ((128 << 20) + 4096) >= 8
+
+
+@pytest.mark.parametrize(("budget", "region"), [(1000, None), (1 << 20, 1 << 20), (1 << 20, 5000), (1 << 20, 4096)])
+def test_impossible_geometry_is_refused(budget, region):
+    with pytest.raises(AdapterConfigError):
+        plan("disk", budget, region)
+
+
+# -- whose folder ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_owner_is_refused_and_the_first_unharmed(tmp_path):
+    adapter = opened(tmp_path)
+    put(adapter, identity(1), b"x")
+    with pytest.raises(AdapterConfigError, match=f"{tmp_path} is in use .*pid {os.getpid()}") as error:
+        opened(tmp_path)
+    assert error.value.hint
+    code = "import sys; from pathlib import Path; from kvd.tiers.adapters.disk import DiskAdapter\n"
+    code += f"DiskAdapter('d', Path({str(tmp_path)!r}), 4 << 20).open()"
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "daemon:."}
+    )
+    assert other.returncode != 0
+    assert "is in use" in other.stderr
+    assert get(adapter, identity(1)) == b"x"
+    assert put(adapter, identity(2), b"y")
+    adapter.close()
+    opened(tmp_path).close()
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(AdapterConfigError, match="is not a folder"):
+        opened(tmp_path / "file")
+    with pytest.raises(AdapterConfigError, match="is not a folder"):
+        opened(tmp_path / "file" / "below")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(AdapterConfigError, match="Permission denied"):
+        opened(tmp_path)
+
+
+def test_a_strange_version_is_refused_by_name(tmp_path):
+    opened(tmp_path).close()
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(content | {"version": 7}))
+    with pytest.raises(AdapterConfigError, match="format version 7"):
+        opened(tmp_path)
+    (tmp_path / "manifest.json").write_text(json.dumps(content | {"format": "other"}))
+    with pytest.raises(AdapterConfigError, match="another kind: other"):
+        opened(tmp_path)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    tmp_path.chmod(0o755)
+    adapter = opened(tmp_path)
+    put(adapter, identity(1), b"x")
+    adapter.close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+# -- concurrency -----------------------------------------------------------------------------------------------------------
+
+
+def test_readers_race_with_eviction_and_never_see_other_bytes(tmp_path):
+    adapter = opened(tmp_path, 1 << 20)
+    done = threading.Event()
+    wrong: list[int] = []
+    loads = [0]
+
+    def read() -> None:
+        number = 0
+        while not done.is_set():
+            number = (number + 7) % 300
+            data = get(adapter, identity(number), arena=True)
+            loads[0] += data is not None
+            if data is not None and data != value(number, 30_000):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(600):
+        assert put(adapter, identity(turn % 300), value(turn % 300, 30_000), arena=True)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert loads[0] > 0
+    assert adapter.counters.corruptions == 0
+    assert adapter.counters.evictions > 100
+    adapter.close()
+
+
+def test_many_writers_of_the_same_keys(tmp_path):
+    adapter = opened(tmp_path, 4 << 20)
+
+    def write(turn: int) -> None:
+        for number in range(60):
+            assert adapter.store([item(identity(number % 5), value(turn, 9000)), item(identity(90 + turn), b"mine")])[0].ok
+
+    threads = [threading.Thread(target=write, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    known = {number: get(adapter, identity(number)) for number in range(5)}
+    assert all(data in [value(turn, 9000) for turn in range(4)] for data in known.values())
+    adapter.close()
+    adapter = opened(tmp_path, 4 << 20)
+    assert {number: get(adapter, identity(number)) for number in range(5)} == known
+    assert adapter.usage().entries == 9
+    adapter.close()
+
+
+def test_an_item_of_the_wrong_shape_is_the_callers_fault(tmp_path):
+    adapter = opened(tmp_path)
+    with pytest.raises(ValueError, match="64 bytes"):
+        adapter.store([Item(b"short", memoryview(b"x"))])
+    adapter.close()
+
+
+def test_a_full_disk_is_full_and_not_wrong(tmp_path):
+    adapter = DiskAdapter("disk", tmp_path, 4 << 20, free_floor_bytes=1 << 60)
+    adapter.open()
+    with pytest.raises(AdapterFull, match="no room"):
+        put(adapter, identity(1), b"x")
+    assert get(adapter, identity(1)) is None
+    adapter.close()

@@ -1,0 +1,163 @@
+"""Power cuts and kills at any operation: never wrong bytes, never an older version, nothing acknowledged under fsync lost.
+
+A random history of stores, overwrites, deletes, clears, loads and restarts runs against the simulated disk until the device
+vanishes at a random operation. Then the next start must find, for every key, exactly one of the states it may be in.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvd.store.retention import Retention
+from kvd.tiers.adapters.base import AdapterError, Durability, Loaded
+from kvd.tiers.adapters.disk import DiskAdapter
+from tests.kvd.disk.helpers import get_as, identity, item, value
+from tests.kvd.disk.simstorage import SimStorage
+
+ROOT = Path("/sim/store")
+MISS = None
+LENGTHS = [0, 1, 700, 3840, 3841, 4096, 9000, 20_000]
+
+
+class History:
+    """A run of one seed: what was done, and what each key may be afterwards."""
+
+    def __init__(self, seed: int, durability: Durability, *, power: bool, max_bytes: int, region_bytes: int | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.io = SimStorage()
+        self.durability = durability
+        self.power = power
+        self.max_bytes = max_bytes
+        self.region_bytes = region_bytes
+        self.keys = [identity(number, namespace) for number in range(8) for namespace in range(2)]
+        self.may: dict[bytes, set[bytes | None]] = {key: {MISS} for key in self.keys}
+        """What a key may be now, by what was acknowledged and what was tried."""
+        self.ever: dict[bytes, set[bytes | None]] = {key: {MISS} for key in self.keys}
+        self.versions = 0
+
+    def start(self) -> DiskAdapter:
+        adapter = DiskAdapter(
+            "sim", ROOT, self.max_bytes, region_bytes=self.region_bytes, durability=self.durability, io=self.io, free_floor_bytes=0,
+            group_interval_s=3600,
+        )  # fmt: skip
+        adapter.open()
+        return adapter
+
+    def run(self, adapter: DiskAdapter, operations: int) -> None:
+        """Random operations; a device error ends the run."""
+        for _ in range(operations):
+            try:
+                self._one(adapter)
+            except AdapterError:
+                return
+
+    def _one(self, adapter: DiskAdapter) -> None:
+        draw = self.rng.random()
+        if draw < 0.6:
+            self._store(adapter)
+        elif draw < 0.75:
+            self._delete(adapter, self.rng.sample(self.keys, self.rng.choice([1, 1, 2, 5])))
+        elif draw < 0.77:
+            self._delete(adapter, [key for key in self.keys if key[:32] == self.keys[0][:32]])
+        else:
+            self._load(adapter)
+
+    def _store(self, adapter: DiskAdapter) -> None:
+        batch = {}
+        for key in self.rng.sample(self.keys, self.rng.choice([1, 1, 1, 2, 6])):
+            self.versions += 1
+            batch[key] = value(self.versions, self.rng.choice(LENGTHS))
+            self.may[key] |= {batch[key]}
+            self.ever[key] |= {batch[key]}
+        retention = self.rng.choice([Retention.SHORT, Retention.LONG])
+        results = adapter.store([item(key, data, retention, arena=self.rng.random() < 0.5) for key, data in batch.items()])
+        for (key, data), result in zip(batch.items(), results, strict=True):
+            if result.ok:
+                self.may[key] = {data}
+
+    def _delete(self, adapter: DiskAdapter, keys: list[bytes]) -> None:
+        for key in keys:
+            self.may[key] |= {MISS}
+        adapter.delete(keys)
+        for key in keys:
+            self.may[key] = {MISS}
+
+    def _load(self, adapter: DiskAdapter) -> None:
+        key = self.rng.choice(self.keys)
+        result, data = get_as(adapter, key)
+        if result is not Loaded.ERROR:
+            assert data in self.may[key] | self._evicted()
+
+    def _evicted(self) -> set[bytes | None]:
+        return {MISS} if self.max_bytes < 1 << 20 else set()
+
+    def crash_and_check(self) -> None:
+        """End the process or the host, start again, and compare every key."""
+        if self.power:
+            self.io.power_cut(self.rng)
+        else:
+            self.io.kill()
+        lossy = self.power and self.durability is not Durability.FSYNC
+        adapter = self.start()
+        for key in self.keys:
+            _, data = get_as(adapter, key)
+            allowed = (self.ever if lossy else self.may)[key] | self._evicted()
+            assert data in allowed, f"{'stale' if data in self.ever[key] else 'wrong'} bytes or a lost value"
+            self.may[key] = {data}
+        self.check_usage(adapter)
+        adapter.close()
+
+    def check_usage(self, adapter: DiskAdapter) -> None:
+        expected = sum(4096 if hit.length <= 3840 else 4096 + -(-hit.length // 4096) * 4096 for _, hit in adapter.enumerate())
+        assert adapter.usage().bytes_used == expected
+        files = [file for path, file in self.io.names.items() if path.suffix == ".kvcache"]
+        assert sum(len(file.data) for file in files) <= self.max_bytes
+
+
+def run_seed(seed: int, durability: Durability, *, power: bool, small: bool) -> None:
+    history = History(
+        seed, durability, power=power, max_bytes=(320 << 10) if small else (8 << 20), region_bytes=(64 << 10) if small else None
+    )
+    for _boot in range(3):
+        adapter = history.start()
+        history.io.dead_after = history.io.operations + history.rng.randrange(1, 160)
+        history.run(adapter, 60)
+        if history.rng.random() < 0.25:
+            adapter.close()
+        else:
+            adapter._hasher.shutdown()
+            adapter._syncer.stop()
+        history.crash_and_check()
+
+
+CASES = [
+    pytest.param(Durability.FSYNC, True, False, id="power-cut-fsync"),
+    pytest.param(Durability.FSYNC, True, True, id="power-cut-fsync-evicting"),
+    pytest.param(Durability.NONE, True, False, id="power-cut-none"),
+    pytest.param(Durability.NONE, True, True, id="power-cut-none-evicting"),
+    pytest.param(Durability.NONE, False, False, id="kill-none"),
+    pytest.param(Durability.NONE, False, True, id="kill-none-evicting"),
+]
+
+
+@pytest.mark.parametrize(("durability", "power", "small"), CASES)
+def test_crash_at_any_operation(durability, power, small):
+    for seed in range(25):
+        try:
+            run_seed(seed, durability, power=power, small=small)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("durability", "power", "small"), CASES)
+def test_crash_at_any_operation_thousands_of_seeds(durability, power, small):
+    for seed in range(1000, 4000):
+        try:
+            run_seed(seed, durability, power=power, small=small)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
