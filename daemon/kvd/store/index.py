@@ -15,7 +15,6 @@ State of a slot: FREE, LIVE (found by its key), GONE (deleted or replaced while 
 is off). Not thread-safe: the event loop owns it.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import repeat
@@ -23,6 +22,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from kvd.store.expiry import Expiries
 from kvd.store.retention import NEVER, Retention
 
 FREE, LIVE, GONE = 0, 1, 2
@@ -79,8 +79,9 @@ class Index:
         self._victims: list[deque[tuple[int, int]]] = [deque() for _ in Retention]
         self._barren = [False] * len(Retention)  # nothing to take in that class until something changes
         self._any_barren = False
-        self._expiries: list[tuple[int, int, int]] = []  # heap of (expiry, slot, tick of its start)
-        self._born: dict[int, int] = {}  # slot -> tick of its start, of values with an expiry only
+        self.mortal = 0
+        """Live values that have an expiry."""
+        self._expiries = Expiries()
 
     # ---- columns -------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Index:
     def find(self, space: Namespace, keys: Sequence[bytes], now_ns: int) -> Slots:
         """The live, unexpired slot of each key, ABSENT where there is none."""
         slots = np.fromiter(map(space.slots.get, keys, repeat(ABSENT)), dtype=np.int64, count=len(keys))
-        if self._expiries:
+        if self.mortal:
             expires = self.expires[slots]
             slots[(expires != NEVER) & (expires <= now_ns)] = ABSENT
         return slots
@@ -134,11 +135,16 @@ class Index:
     def find_one(self, space: Namespace, key: bytes, now_ns: int) -> int:
         """`find` for one key."""
         slot = space.slots.get(key, ABSENT)
-        if slot and self._expiries:
+        if slot and self.mortal:
             expires = self.expires_of[slot]
             if expires != NEVER and expires <= now_ns:
                 return ABSENT
         return slot
+
+    def hides(self, namespace: bytes, key: bytes) -> bool:
+        """Whether there is a value under this key that look-ups miss: expired, and not swept yet."""
+        space = self.spaces.get(namespace) if self.mortal else None
+        return space is not None and key in space.slots
 
     def touch(self, slots: Slots) -> None:
         """These were used now, in this order."""
@@ -193,19 +199,17 @@ class Index:
             self.live[klass] += 1
             self.klass_of[slot] = klass
             self._barren[klass] = False
+        self.mortal -= self.expires_of[slot] != NEVER
         self.expires_of[slot] = expires_ns
-        self._born.pop(slot, None)
         if expires_ns != NEVER:
             self._expire_at(slot, expires_ns)
-            self._tick += 1
 
     def _expire_at(self, slot: int, expires_ns: int) -> None:
-        """Plan an expiry. Those of values that left long before are swept out now and then, so that memory follows what is held."""
-        heapq.heappush(self._expiries, (expires_ns, slot, self._tick))
-        self._born[slot] = self._tick
-        if len(self._expiries) > 2 * len(self._born) + 1024:
-            self._expiries = [row for row in self._expiries if self._born.get(row[1]) == row[2]]
-            heapq.heapify(self._expiries)
+        self.mortal += 1
+        self._expiries.plan(slot, expires_ns)
+        if self._expiries.hints > 2 * self.mortal + 1024:
+            slots = np.flatnonzero((self.state[: self._next] == LIVE) & (self.expires[: self._next] != NEVER))
+            self._expiries.rebuild(zip(slots.tolist(), self.expires[slots].tolist(), strict=True))
 
     def remove(self, slot: int) -> bool:
         """Hide a live value. True when nothing pins it: the caller frees its pages and calls `release`."""
@@ -218,7 +222,7 @@ class Index:
         self.keys[slot] = None
         self.entries -= 1
         self.live[self.klass_of[slot]] -= 1
-        self._born.pop(slot, None)
+        self.mortal -= self.expires_of[slot] != NEVER
         self.state_of[slot] = GONE
         self.gone += 1
         return self.pins_of[slot] == 0
@@ -252,12 +256,10 @@ class Index:
 
     def next_expired(self, now_ns: int) -> int:
         """A live slot whose expiry has passed, or ABSENT."""
-        while self._expiries and self._expiries[0][0] <= now_ns:
-            _, slot, born = heapq.heappop(self._expiries)
-            if self._born.get(slot) == born and self.state_of[slot] == LIVE:
-                del self._born[slot]
-                return slot
-        return ABSENT
+        return self._expiries.due(now_ns, self._expiry_of) if self.mortal else ABSENT
+
+    def _expiry_of(self, slot: int) -> int:
+        return self.expires_of[slot] if self.state_of[slot] == LIVE else NEVER
 
     def victim(self, *, spare_dirty: bool = True) -> int:
         """The slot to evict next: lowest class, least recently used in it, not pinned, or ABSENT when there is none.

@@ -164,12 +164,12 @@ class Tier:
         index.dirty_of[slot] += 1
         self._push(Write(slot, key, [receipt] if receipt else []))
 
-    def erase(self, identities: list[Identity]) -> Receipt:
-        """Queue deletes; look-ups miss these identities from now on."""
+    def erase(self, identities: list[Identity], *, first: bool = False) -> Receipt:
+        """Queue deletes (`first`: before all that waits); look-ups miss these identities from now on."""
         receipt = Receipt(1, self._loop)
         for identity in identities:
             self.doomed[identity] = self.doomed.get(identity, 0) + 1
-        self._push(Erase(identities, receipt))
+        self._push(Erase(identities, receipt), first=first)
         return receipt
 
     @property
@@ -186,8 +186,11 @@ class Tier:
         await self.settle()
         return await self._loop.run_in_executor(self._changes, self.adapter.flush)
 
-    def _push(self, change: Write | Erase) -> None:
-        self.queue.append(change)
+    def _push(self, change: Write | Erase, *, first: bool = False) -> None:
+        if first:
+            self.queue.appendleft(change)
+        else:
+            self.queue.append(change)
         self._idle.clear()
         self._wake.set()
 
@@ -303,7 +306,8 @@ class Tier:
             found = self.adapter.lookup(identities)
             identities = [identity for identity, hit in zip(identities, found, strict=True) if hit is not None]
         if identities:
-            self.erase(identities)
+            # In front: behind it waits what was put under these keys since, and must not be lost.
+            self.erase(identities, first=True)
 
     def _finish(self, change: Write, durability: Durability, *, gone: bool = False) -> None:
         index = self.store.index

@@ -26,6 +26,7 @@ from kvd.tiers.tier import Receipt, Tier
 
 log = logging.getLogger("kvd.tiers")
 
+ERASE_ITEMS = 4096
 LOAD_ITEMS = 32
 LOAD_BYTES = 16 << 20
 """One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
@@ -58,6 +59,8 @@ class Tiering:
         self.store = store
         self.tiers: list[Tier] = []
         self._loading: dict[Identity, Loading] = {}
+        self._clearing: list[bytes | None] = []
+        """Namespaces (None: all) that are being cleared."""
         self._room = asyncio.Event()
         self._receipt: Receipt | None = None
         store.listener.stored = self._stored
@@ -167,32 +170,39 @@ class Tiering:
             await asyncio.wait(receipts, timeout=timeout_s)
         return len(held)
 
-    async def clear(self, namespace: bytes | None) -> int:
-        """Forget everything (of one namespace) in every tier that can list what it holds."""
+    async def clear(self, namespace: bytes | None, timeout_s: float = 60.0) -> int:
+        """Forget everything (of one namespace) in every tier that can list what it holds.
+
+        Look-ups miss it from the first moment: what a reader brought up meanwhile would stay in the arena, cleared or not.
+        """
         total = 0
-        for loading_id, loading in self._loading.items():
-            if namespace is None or loading_id[:NAMESPACE_BYTES] == namespace:
-                loading.void = True
-        for tier in self.tiers:
-            if not tier.adapter.capabilities.enumerate:
-                continue
-            held = await tier.call(_held, tier.adapter)
-            if namespace is not None:
-                held = [i for i in held if i[:NAMESPACE_BYTES] == namespace]
-            total += len(held)
-            for start in range(0, len(held), 4096):
-                await tier.erase(held[start : start + 4096]).done
+        receipts = []
+        self._clearing.append(namespace)
+        try:
+            for identity, loading in self._loading.items():
+                if self._being_cleared(identity):
+                    loading.void = True
+            for tier in self.tiers:
+                if not tier.adapter.capabilities.enumerate:
+                    continue
+                held = await tier.call(_held, tier.adapter, namespace)
+                total += len(held)
+                receipts += [tier.erase(held[start : start + ERASE_ITEMS]).done for start in range(0, len(held), ERASE_ITEMS)]
+        finally:
+            self._clearing.remove(namespace)
+        if receipts:
+            await asyncio.wait(receipts, timeout=timeout_s)
         return total
+
+    def _being_cleared(self, identity: Identity) -> bool:
+        return None in self._clearing or identity[:NAMESPACE_BYTES] in self._clearing
 
     # ---- up ----------------------------------------------------------------------------------------------------------
 
     def has(self, identities: Sequence[Identity]) -> list[bool]:
         """Whether some tier with a local index holds each."""
-        found = [False] * len(identities)
-        for tier in self.tiers:
-            for i, hit in enumerate(tier.has(identities)):
-                found[i] = found[i] or hit is not None
-        return found
+        where = self._locate(identities)
+        return [i in where for i in range(len(identities))]
 
     def fetch(self, namespace: bytes, keys: list[bytes], fetch: Fetch | None = None) -> Fetch | None:
         """Start loading what tiers hold of these keys (which the arena lacks), in `fetch` or a new one.
@@ -224,7 +234,7 @@ class Tiering:
                 break
         return fetch
 
-    def _locate(self, identities: list[Identity]) -> dict[int, tuple[int, Hit]]:
+    def _locate(self, identities: Sequence[Identity]) -> dict[int, tuple[int, Hit]]:
         """Position -> (number of the first tier that has it, what it knows of it)."""
         where: dict[int, tuple[int, Hit]] = {}
         left = list(range(len(identities)))
@@ -236,6 +246,13 @@ class Tiering:
                 if hit is not None:
                     where[i] = (number, hit)
             left = [i for i in left if i not in where]
+        if where and (self._clearing or self.store.index.mortal):
+            # Under a key whose newest value has just expired in RAM, a tier may still hold an older one: that stays hidden.
+            hides = self.store.index.hides
+            for i in list(where):
+                identity = identities[i]
+                if self._being_cleared(identity) or hides(identity[:NAMESPACE_BYTES], identity[NAMESPACE_BYTES:]):
+                    del where[i]
         return where
 
     def _start(self, fetch: Fetch, tier: Tier, namespace: bytes, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
@@ -320,8 +337,8 @@ class Tiering:
             fetch.slots.clear()
 
 
-def _held(adapter: Adapter) -> list[Identity]:
-    return [identity for identity, _ in adapter.enumerate()]
+def _held(adapter: Adapter, namespace: bytes | None) -> list[Identity]:
+    return [i for i, _ in adapter.enumerate() if namespace is None or i[:NAMESPACE_BYTES] == namespace]
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
