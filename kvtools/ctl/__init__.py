@@ -5,7 +5,8 @@ tables     what list, show and watch print, as tables and as JSON
 details    what show prints
 limits     decide what a limit means for a pool, write it, wait for it
 changing   a limit from the question to the last line: limit, limit-percent, restore
-removal    delete a segment, prune what the dead left
+removal    delete one segment
+pruning    remove what the dead left
 plan       several limits as one: parse, share out, apply all or nothing
 applying   the plan in force, once or as engines come and go
 watching   the screen of `kvctl watch`, and doing something again and again

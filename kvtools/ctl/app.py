@@ -264,7 +264,7 @@ def prune(ctx: typer.Context, dry_run: DryRunOption = False, yes: YesOption = Fa
 
     Shows the evidence that they are dead first. A segment that does not say who owns it is never taken.
     """
-    from kvtools.ctl.removal import run_prune
+    from kvtools.ctl.pruning import run_prune
 
     run_prune(_root(ctx), dry_run=dry_run, yes=yes, as_json=as_json)
 

@@ -19,7 +19,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -53,8 +52,7 @@ _MAX_READ = 64 << 10
 _MAX_HISTORY = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LimitEntry:
+class LimitEntry(NamedTuple):
     """One limit a pool was given: what was asked, by whom, when, and what became of it.
 
     `state` is "pending" until the owner answers, then "applied" (`effective_bytes` is what holds now) or "deferred" (the owner
@@ -69,8 +67,7 @@ class LimitEntry:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerInfo:
+class OwnerInfo(NamedTuple):
     """What an engine says about itself and its pool. Sizes in bytes; what it does not know stays empty or 0."""
 
     engine: str
@@ -89,8 +86,7 @@ class OwnerInfo:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """A sidecar as read: what it says, and whether its owner lives (holds the life lock)."""
 
     name: str
@@ -202,7 +198,7 @@ def change_limit(
         change = pool.write_limit(name, limit_bytes, expected=expected, root=root, timeout_s=timeout_s)
         owner = _parse(name, os.pread(fd, _MAX_READ, 0), alive=True)
         if not owner.error:
-            _write(fd, replace(owner, limits=(*owner.limits, LimitEntry(limit_bytes, by, clock()))))
+            _write(fd, owner._replace(limits=(*owner.limits, LimitEntry(limit_bytes, by, clock()))))
         return change
     finally:
         os.close(fd)
@@ -310,7 +306,7 @@ class OwnerLock:
 
     def update(self, info: OwnerInfo) -> None:
         """Replace what the engine says about itself, keeping the limits."""
-        self._rewrite(lambda owner: replace(owner, info=info))
+        self._rewrite(lambda owner: owner._replace(info=info))
 
     def mark(self, limit_bytes: int, state: str, *, effective_bytes: int | None = None, reason: str = "") -> None:
         """Answer the newest entry for `limit_bytes`: "applied" or "deferred". A limit nobody noted gets an entry of its own."""
@@ -319,11 +315,11 @@ class OwnerLock:
             limits = list(owner.limits)
             for i in range(len(limits) - 1, -1, -1):
                 if limits[i].limit_bytes == limit_bytes and (limits[i].state != "applied" or i == len(limits) - 1):
-                    limits[i] = replace(limits[i], state=state, effective_bytes=effective_bytes, reason=reason)
+                    limits[i] = limits[i]._replace(state=state, effective_bytes=effective_bytes, reason=reason)
                     break
             else:
                 limits.append(LimitEntry(limit_bytes, "unknown", self._clock(), state, effective_bytes, reason))
-            return replace(owner, limits=tuple(limits))
+            return owner._replace(limits=tuple(limits))
 
         self._rewrite(answer)
 
@@ -332,7 +328,7 @@ class OwnerLock:
         try:
             now = _parse(self.name, os.pread(self._fd, _MAX_READ, 0), alive=True)
             # The owner is the authority on itself: a text somebody spoiled is replaced by what this process knows.
-            self._owner = change(self._owner if now.error else replace(self._owner, limits=now.limits))
+            self._owner = change(self._owner if now.error else self._owner._replace(limits=now.limits))
             _write(self._fd, self._owner)
         finally:
             unflock(self._fd)
@@ -383,8 +379,8 @@ def _text(owner: Owner, limits: Sequence[LimitEntry]) -> bytes:
         "pid_start": owner.pid_start,
         "pid_namespace": owner.pid_namespace,
         "since_ns": owner.since_ns,
-        **asdict(owner.info),
-        "limits": [asdict(entry) for entry in limits],
+        **owner.info._asdict(),
+        "limits": [entry._asdict() for entry in limits],
     }
     return json.dumps(body, separators=(",", ":")).encode() + b"\n"
 
@@ -393,7 +389,7 @@ def _parse(name: str, data: bytes, alive: bool) -> Owner:
     """What the first line says; later bytes are the tail of a longer text whose cutting a kill prevented."""
     try:
         body = json.loads(data.partition(b"\n")[0])
-        info = OwnerInfo(**{f.name: _typed(f.name, body[f.name]) for f in fields(OwnerInfo) if f.name in body})
+        info = OwnerInfo(**{key: _typed(key, body[key]) for key in OwnerInfo._fields if key in body})
         limits = tuple(
             LimitEntry(
                 int(entry["limit_bytes"]),
@@ -418,4 +414,4 @@ def _typed(name: str, value: Any) -> Any:
     return int(value) if _KINDS[name] is int else str(value)
 
 
-_KINDS: dict[str, object] = {f.name: f.type for f in fields(OwnerInfo)}
+_KINDS = OwnerInfo.__annotations__

@@ -18,7 +18,6 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -53,8 +52,7 @@ class Changed(KvError):
     """The limit was not what the caller expected to replace: somebody else wrote it in between. Nothing was written."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolReading:
+class PoolReading(NamedTuple):
     """One consistent look at a pool segment. Sizes in bytes over all layers and K/V buffers of one rank.
 
     `used_bytes` counts whole pages handed out, `prealloc_bytes` pages kept mapped in reserve; mapped memory is their sum.

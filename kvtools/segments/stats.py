@@ -18,7 +18,6 @@ only inside `update()`. A `StatsReader` belongs to one thread at a time. No memo
 processors that reorder stores (not x86-64) consistency inside an update rests on the interpreter's own atomics.
 """
 
-import hashlib
 import json
 import mmap
 import os
@@ -139,6 +138,8 @@ def stats_name(kind: str, instance: str) -> str:
 
 def instance_of_path(path: str | os.PathLike[str]) -> str:
     """A daemon's instance: the first 12 hex digits of SHA-256 of the real path of its socket or configuration."""
+    import hashlib  # here, because it costs every reader's start 3 ms and only daemons need it
+
     return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:12]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtools.ctl import removal
+from kvtools.ctl import pruning
 from kvtools.segments import owner, pool, stats
 from tests.kvtools.engines import end, start_engine
 from tests.support.processes import SCRIPTS, Ran
@@ -158,9 +158,9 @@ def test_prune_takes_the_proven_dead_and_nothing_else(kvctl: Kvctl, shm: Path) -
 
 def test_what_became_owned_again_is_not_taken(shm: Path) -> None:
     end(start_engine(shm, "x"))
-    found = removal.leftovers(shm)
+    found = pruning.leftovers(shm)
     with owner.OwnerLock.acquire("x", owner.OwnerInfo("vllm"), root=shm):
-        assert [one.error for one in removal.prune(found, root=shm)] == ["it is owned again"]
+        assert [one.error for one in pruning.prune(found, root=shm)] == ["it is owned again"]
         assert (shm / "x").exists()
 
 
@@ -169,7 +169,7 @@ def test_a_prune_against_starting_engines_never_takes_an_owned_pool(shm: Path) -
 
     def prune() -> None:
         while not stop.is_set():
-            removal.prune(removal.leftovers(shm), root=shm)
+            pruning.prune(pruning.leftovers(shm), root=shm)
 
     thread = threading.Thread(target=prune)
     thread.start()
