@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from kvd.service.faults import fault
 from kvd.service.gather import Gathering
 from kvd.service.server import Connection
 from kvd.store.extents import PAGE
-from kvd.store.identity import IDENTITY_BYTES, KEY_BYTES, NAMESPACE_BYTES
+from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES
 from kvd.store.index import Slots
 from kvd.store.leases import Lent as LentExtent
 from kvd.store.retention import Retention
@@ -80,6 +81,8 @@ class Operations:
 
     def handle(self, link: Connection, request: p.Request) -> RESULT:
         self.changed()
+        if why := fault(request):
+            return p.Failed(request.id, "bad_request", why)
         return self._methods[type(request)](link, request)
 
     def welcome(self, session: bytes) -> p.Welcome:
@@ -115,8 +118,6 @@ class Operations:
             fast = self._lease_one(link, m)
             if fast is not None:
                 return fast
-        if len(m.keys) > p.MAX_BATCH:
-            return _bad(m, f"{len(m.keys)} keys in one request: at most {p.MAX_BATCH}")
         slots = self.store.find(m.namespace, m.keys)
         missing = slots == ABSENT
         if m.timeout_ms > 0 and self.tiering.tiers and missing.any():
@@ -197,8 +198,6 @@ class Operations:
         return p.Done(m.id)
 
     def prefix(self, link: Connection, m: p.Prefix) -> RESULT:
-        if not m.namespaces or len(m.keys) > p.MAX_BATCH:
-            return _bad(m, "prefix wants at least one namespace, and not more keys than a batch holds")
         length = len(m.keys)
         for namespace in m.namespaces:
             slots = self.store.find(namespace, m.keys[:length])
@@ -263,7 +262,7 @@ class Operations:
     def reserve(self, link: Connection, m: p.Reserve) -> RESULT:
         if (refused := self._may_write(link, m)) is not None:
             return refused
-        if any(size < 0 or self.store.too_large(size) for size in m.sizes):
+        if any(map(self.store.too_large, m.sizes)):
             return p.Failed(m.id, "too_large", f"a value is larger than the arena ({self.store.arena.capacity} bytes)")
         lent = self.store.reserve(link.holder, m.sizes, self.store.monotonic() + LEASE_S)
         if len(lent) == len(m.sizes) or (lent and m.partial):
@@ -302,17 +301,12 @@ class Operations:
         return p.Failed(m.id, code, why)
 
     def commit(self, link: Connection, m: p.Commit) -> RESULT:
-        if (refused := self._may_write(link, m) or _bad_keys(m, m.namespace, m.keys)) is not None:
+        if (refused := self._may_write(link, m)) is not None:
             return refused
-        if not len(m.keys) == len(m.serials) == len(m.lengths):
-            return _bad(m, "keys, serials and lengths differ in number")
-        retention = _retention(m.retention)
-        if retention is None:
-            return _bad(m, f"unknown retention {m.retention}")
         store = self.store
         receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
         rows = zip(m.serials, m.keys, m.lengths, strict=True)
-        reasons = store.commit(link.holder, m.namespace, rows, retention, m.expires_ns)
+        reasons = store.commit(link.holder, m.namespace, rows, Retention(m.retention), m.expires_ns)
         refusals = sum(map(bool, reasons))
         self.tiering.collected(refusals)
         ahead = store.reserve(link.holder, m.ahead, store.monotonic() + LEASE_S, ahead=True) if m.ahead else []
@@ -320,11 +314,9 @@ class Operations:
         return answer if receipt is None else self._durable(answer, receipt.done, receipt, m.wait_ms)
 
     def put_inline(self, link: Connection, m: p.PutInline) -> RESULT:
-        if (refused := self._may_write(link, m) or _bad_keys(m, m.namespace, m.keys)) is not None:
+        if (refused := self._may_write(link, m)) is not None:
             return refused
-        retention = _retention(m.retention)
-        if retention is None or len(m.keys) != len(m.values) or any(len(v) > p.INLINE_BYTES for v in m.values):
-            return _bad(m, "unknown retention, or values that do not fit the frame")
+        retention = Retention(m.retention)
         receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
         reasons = [
             self.store.put_inline(m.namespace, key, value, retention, m.expires_ns)
@@ -349,7 +341,7 @@ class Operations:
         if not link.write:
             return p.Failed(m.id, "read_only", "this connection did not ask to write")
         if self.store.draining:
-            return p.Failed(m.id, "draining", "the daemon takes no new writes")
+            return p.Failed(m.id, self.store.counts.reject("draining"), "the daemon takes no new writes")
         return None
 
     # ---- removing and asking -----------------------------------------------------------------------------------------
@@ -445,20 +437,3 @@ class Operations:
 
 def _lent(number: int, lent: list[LentExtent]) -> p.Lent:
     return p.Lent(number, [extent.serial for extent in lent], [extent.offset for extent in lent])
-
-
-def _bad(m: p.Request, why: str) -> p.Failed:
-    return p.Failed(m.id, "bad_request", why)
-
-
-def _bad_keys(m: p.Request, namespace: bytes, keys: list[bytes]) -> p.Failed | None:
-    if len(namespace) != NAMESPACE_BYTES or len(keys) > p.MAX_BATCH or any(len(key) != KEY_BYTES for key in keys):
-        return _bad(m, f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}, a batch at most {p.MAX_BATCH} keys")
-    return None
-
-
-def _retention(number: int) -> Retention | None:
-    try:
-        return Retention(number)
-    except ValueError:
-        return None

@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         transport.set_write_buffer_limits(high=4 * MAX_FRAME)
 
     def data_received(self, data: bytes) -> None:
-        if not self._buffer and len(data) >= 4:
+        if not self._buffer and not self._stopped and len(data) >= 4:
             # The usual case: one whole frame, nothing left over, no copy.
             (size,) = LENGTH.unpack_from(data)
             if size == len(data) - 4 and size <= MAX_FRAME:
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
                 return
         self._buffer += data
         taken = 0
-        while len(self._buffer) - taken >= 4:
+        while not self._stopped and len(self._buffer) - taken >= 4:
             (size,) = LENGTH.unpack_from(self._buffer, taken)
             if size > MAX_FRAME:
                 self._refuse(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
@@ -167,17 +167,29 @@ class Connection(asyncio.Protocol):
         self._stopped = max(0, self._stopped - 1)
         if not self._stopped and not self._transport.is_closing():
             self._transport.resume_reading()
+            if self._buffer:  # whole frames may have come along with the one that made us stop
+                self.data_received(b"")
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The client must see the hang-up before the bytes it reads lose their pins: its own check (a poll of the socket
         # after copying) relies on that order.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        for task in self._waiting:
-            task.cancel()
         self.server.connections.pop(self.session, None)
-        self.server.handler.lost(self)
+        self._sock.close()
+        loop = asyncio.get_running_loop()
+        for task in self._waiting:
+            # Not at once: a task that is cancelled before its first step never lets go of what its request had pinned.
+            loop.call_soon(task.cancel)
+        if self._waiting:
+            asyncio.gather(*self._waiting, return_exceptions=True).add_done_callback(lambda _: self.server.handler.lost(self))
+        else:
+            self.server.handler.lost(self)
+
+    def never_made(self) -> None:
+        """The client left before the connection was its own: let go of what was made ready for it."""
+        self._sock.close()
+        self.server.connections.pop(self.session, None)
 
     def close(self) -> None:
         """Hang up."""
@@ -291,25 +303,29 @@ class Server:
             task.add_done_callback(self._handshakes.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
+        peer: Peer | None = None
+        connected = False
         try:
+            peer = Peer(sock)
             async with asyncio.timeout(HANDSHAKE_S):
-                await self._handshake(sock)
+                connected = await self._handshake(sock, peer)
         except (OSError, TimeoutError, msgspec.DecodeError, EOFError) as error:
             log.info("a connection failed its handshake: %s", str(error) or type(error).__name__)
-            sock.close()
         except Exception:  # a task edge
             log.exception("a handshake failed unexpectedly")
-            sock.close()
+        finally:
+            if not connected:
+                sock.close()
+                if peer is not None:
+                    peer.close()
 
-    async def _handshake(self, sock: socket.socket) -> None:
+    async def _handshake(self, sock: socket.socket, peer: Peer) -> bool:
+        """True when socket and peer now belong to a connection."""
         loop = asyncio.get_running_loop()
-        peer = Peer(sock)
         if not self._allowed(peer) or len(self.connections) >= MAX_CONNECTIONS:
             self.refused_peers += 1
             log.warning("refused a connection of uid %d, gid %d (pid %d)", peer.uid, peer.gid, peer.pid)
-            peer.close()
-            sock.close()
-            return
+            return False
         (size,) = LENGTH.unpack(await _exactly(loop, sock, 4))
         if size > 4096:
             raise EOFError("its first frame is not a greeting")
@@ -317,16 +333,19 @@ class Server:
         if hello.version != protocol.VERSION:
             why = f"this daemon speaks protocol version {protocol.VERSION}, the client {hello.version}"
             sock.send(encode(Failed(0, "bad_request", why)))
-            peer.close()
-            sock.close()
-            return
+            return False
         if hello.attach:
             self._attach(sock, peer, hello)
-            return
+            return False
         link = Connection(self, peer, sock, hello.write)
         self.connections[link.session] = link
-        self._send_welcome(sock, link.session, hello.write)
-        await loop.connect_accepted_socket(lambda: link, sock)
+        try:
+            self._send_welcome(sock, link.session, hello.write)
+            await loop.connect_accepted_socket(lambda: link, sock)
+        except BaseException:
+            link.never_made()
+            raise
+        return True
 
     def _attach(self, sock: socket.socket, peer: Peer, hello: protocol.Hello) -> None:
         """Hand the writable descriptor to a session that decided to write after all, and hang up."""
@@ -336,8 +355,6 @@ class Server:
         else:
             link.write = True
             self._send_welcome(sock, link.session, write=True)
-        peer.close()
-        sock.close()
 
     def _send_welcome(self, sock: socket.socket, session: bytes, write: bool) -> None:
         frame = encode(self.handler.welcome(session))

@@ -1,0 +1,95 @@
+"""What no request may ask for: numbers that fit no column, names of the wrong length, batches without a bound.
+
+The decoder has checked types; this checks sizes, before a request touches anything. A namespace that is a byte short beside
+a key that is a byte long would be the identity of another namespace's value, so every namespace's length is checked, also
+where nothing is written.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvd.store.identity import KEY_BYTES, NAMESPACE_BYTES
+from kvd.store.retention import LATEST
+from kvd.wire import protocol as p
+
+MAX_LOOKUPS = 1 << 20
+"""Keys times namespaces of one `Prefix`: about a tenth of a second's work."""
+_NAMES = f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}"
+_BATCH = f"at most {p.MAX_BATCH} keys in one request"
+
+
+def fault(m: p.Request) -> str:
+    """Why this request cannot be meant, or ''."""
+    check = _CHECKS.get(type(m))
+    return check(m) if check is not None else ""
+
+
+def _keys(m: Any) -> str:
+    if len(m.namespace) != NAMESPACE_BYTES:
+        return _NAMES
+    return _BATCH if len(m.keys) > p.MAX_BATCH else ""
+
+
+def _written(m: p.Commit | p.PutInline) -> str:
+    if why := _keys(m):
+        return why
+    if any(len(key) != KEY_BYTES for key in m.keys):
+        return _NAMES
+    if not 0 <= m.expires_ns <= LATEST:
+        return f"an expiry is 0 to {LATEST} ns"
+    return "" if 0 <= m.retention <= 3 else f"unknown retention {m.retention}"
+
+
+def _commit(m: p.Commit) -> str:
+    if why := _written(m):
+        return why
+    if not len(m.keys) == len(m.serials) == len(m.lengths):
+        return "keys, serials and lengths differ in number"
+    if len(m.ahead) > p.MAX_BATCH or any(size < 0 for size in (*m.lengths, *m.ahead)):
+        return "a length is negative, or there are too many"
+    return ""
+
+
+def _put_inline(m: p.PutInline) -> str:
+    if why := _written(m):
+        return why
+    if len(m.keys) != len(m.values):
+        return "keys and values differ in number"
+    return "" if all(len(v) <= p.INLINE_BYTES for v in m.values) else f"values over {p.INLINE_BYTES} bytes do not travel in a frame"
+
+
+def _reserve(m: p.Reserve) -> str:
+    return "a size is negative, or there are too many" if len(m.sizes) > p.MAX_BATCH or any(s < 0 for s in m.sizes) else ""
+
+
+def _prefix(m: p.Prefix) -> str:
+    if not m.namespaces or any(len(namespace) != NAMESPACE_BYTES for namespace in m.namespaces):
+        return f"prefix wants at least one namespace, and {_NAMES}"
+    if len(m.keys) > p.MAX_BATCH or len(m.keys) * len(m.namespaces) > MAX_LOOKUPS:
+        return f"{_BATCH}, and at most {MAX_LOOKUPS} look-ups over all namespaces"
+    return ""
+
+
+def _optional(m: p.Clear | p.Keys | p.Flush) -> str:
+    return "" if not m.namespace or len(m.namespace) == NAMESPACE_BYTES else _NAMES
+
+
+def _flush(m: p.Flush) -> str:
+    return _optional(m) or (_BATCH if len(m.keys) > p.MAX_BATCH else "")
+
+
+_CHECKS: dict[type[p.Request], Callable[[Any], str]] = {
+    p.Exists: _keys,
+    p.Lease: _keys,
+    p.Prefetch: _keys,
+    p.Delete: _keys,
+    p.Where: _keys,
+    p.Claim: lambda m: "" if len(m.namespace) == NAMESPACE_BYTES else _NAMES,
+    p.Commit: _commit,
+    p.PutInline: _put_inline,
+    p.Reserve: _reserve,
+    p.Prefix: _prefix,
+    p.Clear: _optional,
+    p.Keys: _optional,
+    p.Flush: _flush,
+}
