@@ -7,6 +7,7 @@ way that only depends on it.
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -197,14 +198,12 @@ def host(tick: int = 0, segments: int = 3, **changed: object) -> Snapshot:
     return Snapshot(time_s=START_S + tick, mono_s=float(tick), **fields)  # type: ignore[arg-type]
 
 
-def change(snapshot: Snapshot, **fields: object) -> Snapshot:
-    """The same snapshot with some fields replaced."""
-    return msgspec.structs.replace(snapshot, **fields)
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 
-def change_stats(stats: Stats, **fields: object) -> Stats:
-    """The same stats with some fields replaced."""
-    return msgspec.structs.replace(stats, **fields)
+def change(struct: Struct, **fields: object) -> Struct:
+    """The same snapshot, segment or stats with some fields replaced."""
+    return msgspec.structs.replace(struct, **fields)
 
 
 def model(ticks: int = 30, make: Callable[[int], Snapshot] = host, **options: object) -> Model:

@@ -72,4 +72,4 @@ def test_the_sorted_column_carries_an_arrow_and_titles_are_clickable() -> None:
     line = header(fitted, Order("used"), ASCII)
     assert "USEDv" in plain(line)
     assert "USED^" in plain(header(fitted, Order("used", rising=True), ASCII))
-    assert {part.action for part in line if part.text.strip()} == {f"sort('{c.id}')" for c, _ in fitted}
+    assert {part.action for part in line if part.text.strip()} == {f"screen.sort('{c.id}')" for c, _ in fitted}

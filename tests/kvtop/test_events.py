@@ -80,7 +80,7 @@ def test_over_and_back_under_the_limit() -> None:
 
 def test_a_restarted_writer_is_told_and_its_counters_are_not_compared() -> None:
     before = scenes.kvd(5, corruptions_total=1)
-    after = scenes.change_stats(scenes.kvd(0, corruptions_total=4), pid=5000)
+    after = scenes.change(scenes.kvd(0, corruptions_total=4), pid=5000)
     assert _told(_stats(before), _stats(after)) == ["warn kvd.3f9ac1d2e4b5: restarted (pid 4242 -> 5000)"]
 
 

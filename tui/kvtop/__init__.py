@@ -1,9 +1,11 @@
 """kvtop: the KV memory of a host on one screen.
 
-    app        the command: options in; screen, text, JSON or picture out
+    app        the command: what may be asked for;  run: what is then done
     settings   flag > environment > file > default
     snapshot   what one tick saw: immutable types
-    source     reads a host into a snapshot;  procs: its processes
+    source     reads a host into a snapshot, with procs (processes), gpus, engines (their own /metrics)
+    record     recordings, written and read;  replay: a recording as a source
+    doctor     kvdoctor's rules, for the doctor view
     reader     the thread that reads, so that nothing stops the screen
     model      the newest snapshot and all that is derived from it:
     history      15 minutes of every series, rates
@@ -12,7 +14,7 @@
     events       what changed
     keys       every key, once: bindings, help, README, man page
     columns    tables as data; query: the filter behind /
-    text       lines of styled text; palette: what a style looks like
+    text       lines of styled text; palette: what a style looks like; svg: a screen as a picture
     chrome     head line, tabs, key hints
     views      one module a view: model -> rows and lines
     once       --once, --json, --check

@@ -111,7 +111,7 @@ def header(fitted: Sequence[tuple[Column, int]], order: Order, glyphs: Glyphs) -
             arrow = glyphs.up if order.rising else glyphs.down
             title = title[: max(0, width - 1)] + arrow
             style = "key"
-        out.append(Span(cell(title, width, right=column.right, ellipsis=""), style, f"sort('{column.id}')"))
+        out.append(Span(cell(title, width, right=column.right, ellipsis=""), style, f"screen.sort('{column.id}')"))
     return tuple(out)
 
 

@@ -55,11 +55,15 @@ class Model:
         self._number += 1
         self.log.append(Event(self._number, self.clock() if time_s is None else time_s, level, subject, text))
 
-    def forget(self) -> None:
-        """Start over (a replay jumped): history and log are of the time before the jump."""
-        self.history = History()
-        self.log.clear()
-        self.snapshot = None
+    def empty(self) -> "Model":
+        """A model with the same settings that has seen nothing (a replay builds the past in one, on its own thread)."""
+        return Model(glyphs=self.glyphs, rules=self.rules, clock=self.clock, interval_s=self.interval_s)
+
+    def become(self, other: "Model") -> None:
+        """Take over everything another model has seen; settings and tags stay."""
+        self.snapshot, self.history, self.log = other.snapshot, other.history, other.log
+        self.daemons, self.alerts, self.health = other.daemons, other.alerts, other.health
+        self._number = other._number
 
     @property
     def now_s(self) -> float:

@@ -5,9 +5,12 @@ cut for height. Colour only where stdout takes it. JSON: keys are an API, bytes 
 Never imports Textual.
 """
 
+import json
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from pathlib import Path
 from typing import TextIO
 
 import msgspec
@@ -21,7 +24,7 @@ from kvtop.daemon import Daemon, Tier, histograms, quantiles
 from kvtop.model import Model
 from kvtop.palette import ANSI
 from kvtop.query import Filter
-from kvtop.snapshot import Segment, Snapshot, Stats
+from kvtop.snapshot import Segment, Stats
 from kvtop.text import Line, Span, fit, plain, safe, spread
 from kvtop.views.base import View, level_mark
 
@@ -179,7 +182,22 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def sample(sources: Sequence[Snapshot], model: Model) -> None:
-    """Feed readings in order."""
-    for snapshot in sources:
-        model.take(snapshot)
+def write_screen(folder: Path, model: Model, svg: str, text: str, time_s: float) -> list[Path]:
+    """Write a screen as SVG and text and the snapshot as JSON, named after the time. Raises OSError; never overwrites."""
+    stem = time.strftime("kvtop-%Y%m%d-%H%M%S", time.localtime(time_s))
+    body = json.dumps({"schema": SCHEMA, **document(model)}, indent=1, ensure_ascii=False) + "\n"
+    paths = []
+    for suffix, content in ((".svg", svg), (".txt", text), (".json", body)):
+        path = folder / (stem + suffix)
+        number = 0
+        while True:
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+                break
+            except FileExistsError:
+                number += 1
+                path = folder / f"{stem}-{number}{suffix}"
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(content)
+        paths.append(path)
+    return paths

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from kvtools.output import printable, visible_width
 
 STYLES = (
-    "", "dim", "bold", "title", "key", "good", "warn", "bad", "accent", "used", "prealloc", "free", "frame", "chip", "head",
+    "", "dim", "bold", "title", "head", "key", "accent", "good", "warn", "bad", "used", "prealloc", "free", "frame", "chip",
+    "low", "mid", "high",
 )  # fmt: skip
 """Every style word there is; each palette has an entry for each."""
 
@@ -36,7 +37,6 @@ class Glyphs:
     """The characters of one alphabet. Both alphabets say the same: no meaning hangs on having Unicode."""
 
     full: str
-    eighths: str
     prealloc: str
     free: str
     over: str
@@ -58,11 +58,11 @@ class Glyphs:
 
 
 UNICODE = Glyphs(
-    full="█", eighths="▏▎▍▌▋▊▉", prealloc="▒", free="·", over="»", spark="▁▂▃▄▅▆▇█", good="●", warn="▲", bad="✖", off="○",
+    full="▇", prealloc="▃", free="·", over="»", spark="▁▂▃▄▅▆▇█", good="●", warn="▲", bad="✖", off="○",
     unknown="?", ellipsis="…", up="▲", down="▼", same="─", tag="┃", dot="·", corners="╭╮╰╯", across="─", upright="│",
 )  # fmt: skip
 ASCII = Glyphs(
-    full="#", eighths="", prealloc="=", free=".", over=">", spark="_.-=+*%#", good="+", warn="!", bad="X", off="o", unknown="?",
+    full="#", prealloc="=", free=".", over=">", spark="_.-=+*%#", good="+", warn="!", bad="X", off="o", unknown="?",
     ellipsis="~", up="^", down="v", same="-", tag="*", dot="-", corners="++++", across="-", upright="|",
 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def bar(width: int, parts: Sequence[tuple[float, str]], total: float, glyphs: Gl
     """A horizontal bar of `width` columns: each part's share of `total` in its style, then the free rest.
 
     Parts are (amount, style). A part above zero gets at least one column; more than `total` ends in an `over` mark, so
-    that 130 % does not look like 100 %. The last column of the first part is drawn in eighths where the alphabet has them.
+    that 130 % does not look like 100 %.
     """
     if width <= 0:
         return ()
@@ -170,13 +170,8 @@ def bar(width: int, parts: Sequence[tuple[float, str]], total: float, glyphs: Gl
         exact = min(amount / total, 1.0) * width
         columns = min(room, max(int(exact + 0.5), 1 if amount > 0 else 0))
         glyph = glyphs.full if index == 0 else glyphs.prealloc
-        text = glyph * columns
-        if index == 0 and glyphs.eighths and columns and columns >= exact:
-            missing = int((columns - exact) * 8)
-            if 0 < missing < 8:
-                text = text[:-1] + glyphs.eighths[7 - missing]
-        if text:
-            out.append(Span(text, style))
+        if columns:
+            out.append(Span(glyph * columns, style))
         room -= columns
     if sum(amounts) > total * 1.0005 and out:
         last = out[-1]
@@ -204,8 +199,8 @@ def spark(values: Sequence[float], width: int, glyphs: Glyphs, *, top: float = 0
     return body.rjust(width)
 
 
-def graph(values: Sequence[float], width: int, height: int, glyphs: Glyphs, *, top: float = 0.0, style: str = "used") -> list[Line]:
-    """The last `width` values as a filled graph of `height` rows, newest at the right, zero at the bottom."""
+def graph(values: Sequence[float], width: int, height: int, glyphs: Glyphs, *, top: float = 0.0) -> list[Line]:
+    """The last `width` values as a filled graph of `height` rows, newest at the right, zero at the bottom, brighter upwards."""
     if width <= 0 or height <= 0:
         return []
     shown = list(values[-width:])
@@ -221,7 +216,8 @@ def graph(values: Sequence[float], width: int, height: int, glyphs: Glyphs, *, t
                 text += glyphs.spark[0] if row == 0 else " "
             else:
                 text += glyphs.spark[min(level, levels) - 1]
-        rows.append(span(text.rjust(width), style))
+        shade = "low" if row < height / 3 else "mid" if row < 2 * height / 3 else "high"
+        rows.append(span(text.rjust(width), shade))
     return rows
 
 

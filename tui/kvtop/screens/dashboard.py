@@ -8,20 +8,26 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from textual.app import App
 from textual.message import Message
 
 from kvtools.segments.files import SHM
 from kvtop.columns import Order
+from kvtop.doctor import Diagnosis, examine
 from kvtop.keys import KEYS, Key
 from kvtop.model import Model
 from kvtop.palette import PALETTES
 from kvtop.reader import Readable, Reader
+from kvtop.replay import Player
 from kvtop.screens.main import MainScreen
 from kvtop.screens.theme import theme_of
 from kvtop.snapshot import Snapshot
 from kvtop.widgets.canvas import Styles
+
+if TYPE_CHECKING:
+    from textual.pilot import Pilot
 
 
 @dataclass
@@ -34,6 +40,11 @@ class Options:
     order: Order | None = None
     """How to sort the first view; None: as the view says."""
     readonly: bool = False
+    player: Player | None = None
+    """The recording that is being played; None when live."""
+    recording: Callable[[], str] = str
+    """What the head line says about recording; empty when nothing is recorded."""
+    examine: Callable[[], Diagnosis] = examine
     keys: Sequence[Key] = KEYS
     root: Path = SHM
     write_dir: Path = field(default_factory=Path.cwd)
@@ -80,6 +91,7 @@ class Dashboard(App[int]):
         for palette in PALETTES.values():
             self.register_theme(theme_of(palette))
         self.theme = self.options.theme
+        self.set_keymap({key.id: ",".join(key.keys) for key in self.options.keys})
         self.looks = Styles(PALETTES[self.options.theme])
         self.reader = Reader(source, self._deliver, interval_s=model.interval_s)
         self._start_reader = start_reader
@@ -111,6 +123,18 @@ class Dashboard(App[int]):
     def on_dashboard_read(self, message: Read) -> None:
         """Runs whatever dialog is open, so the numbers go on under it."""
         self.main.take(message.snapshot, message.problem)
+
+    def picture(self, size: tuple[int, int]) -> str:
+        """The screen at this size, after what the model has seen, as SVG; runs the app on a terminal that does not exist."""
+        drawn: list[str] = []
+
+        async def shoot(pilot: "Pilot[object]") -> None:
+            await pilot.pause()
+            drawn.append(self.main.picture())
+            self.exit(0)
+
+        self.run(headless=True, size=size, auto_pilot=shoot)
+        return drawn[0]
 
     def wear(self, theme: str) -> None:
         """Change the theme at once."""

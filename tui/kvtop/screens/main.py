@@ -21,13 +21,16 @@ from textual.widgets import Input
 from kvtools.errors import KvError
 from kvtop.chrome import State, foot, frame_rows, head
 from kvtop.columns import Order, Row, arrange
+from kvtop.doctor import Diagnosis
 from kvtop.keys import KEYS, VIEWS, Key, usable
 from kvtop.model import Model
+from kvtop.once import write_screen
 from kvtop.palette import PALETTES
 from kvtop.query import Filter, parse_filter
 from kvtop.reader import Reader
 from kvtop.screens import changes
 from kvtop.screens.dialogs import Choice, Help, Menu, Palette
+from kvtop.screens.pictures import picture_of
 from kvtop.snapshot import Segment, Snapshot
 from kvtop.text import fit, span
 from kvtop.views import VIEWS as VIEW_TABLE
@@ -61,6 +64,7 @@ class MainScreen(Screen[None], inherit_bindings=False):
         self.model = model
         self.options = options
         self.reader = reader
+        self.player = options.player
         self.view: View = VIEW_TABLE[options.view]
         self.zoomed = False
         self.problem = ""
@@ -109,6 +113,8 @@ class MainScreen(Screen[None], inherit_bindings=False):
         self.problem = problem
         if snapshot is not None:
             self.model.take(snapshot)
+            if self.player is not None and self.player.ended:
+                self.reader.paused = True
         self.draw()
 
     def _watch_reader(self) -> None:
@@ -127,6 +133,8 @@ class MainScreen(Screen[None], inherit_bindings=False):
             view=self.view.id,
             paused=self.reader.paused,
             readonly=self.options.readonly,
+            replay=self.player.where() if self.player else "",
+            recording=self.options.recording(),
             filter=self.filter.text,
             banner=self.problem,
             shown=len(self.shown),
@@ -154,7 +162,7 @@ class MainScreen(Screen[None], inherit_bindings=False):
         up, low = frame_rows(height)
         body = max(0, height - up - low - (1 if self.prompting and not low else 0))
         above = [] if self.zoomed else self.view.above(self.model, width, max(0, body - 4))
-        share = share_height(body, len(above), self.view.pane, len(self.shown))
+        share = share_height(body, len(above), self.view.pane, len(self.shown), spare=self.view.spare)
         with self.app.batch_update():
             self._draw_frame(width, up, low)
             _place(self.above, share.above if not self.zoomed else 0)
@@ -230,6 +238,27 @@ class MainScreen(Screen[None], inherit_bindings=False):
         sorts = [Choice(f"sort('{c.id}')", f"sort {c.id}", "sort the table by it") for c in self.view.columns]
         return [*views, *keys, *tables, *themes, *sorts]
 
+    @work(thread=True, exclusive=True, group="write", exit_on_error=False)
+    def _write_files(self, svg: str, text: str) -> None:
+        try:
+            paths = write_screen(self.options.write_dir, self.model, svg, text, self.model.now_s)
+        except OSError as error:
+            self.app.call_from_thread(self.say, f"cannot write to {self.options.write_dir}: {error.strerror}", bad=True)
+            return
+        self.app.call_from_thread(self.say, "written: " + ", ".join(path.name for path in paths))
+
+    def say(self, text: str, *, bad: bool = False) -> None:
+        """A line that goes away by itself."""
+        self.notify(text, severity="warning" if bad else "information", timeout=5, markup=False)
+
+    def action_write(self) -> None:
+        text = "\n".join(strip.text.rstrip() for strip in self._compositor.render_strips()) + "\n"
+        self._write_files(self.picture(), text)
+
+    def picture(self) -> str:
+        """This screen as SVG."""
+        return picture_of(self._compositor.render_strips(), self.app.looks.palette, "kvtop")
+
     async def _run(self, action: str | None) -> None:
         if action:
             await self.run_action(action)
@@ -281,6 +310,8 @@ class MainScreen(Screen[None], inherit_bindings=False):
         self.zoomed = False
         self.grid.cursor = 0
         self.draw()
+        if name == "doctor" and self.model.doctor is None and self.player is None:
+            self._examine()
 
     def _restore_cursor(self) -> None:
         key = self._cursors.pop(self.view.id)
@@ -357,6 +388,59 @@ class MainScreen(Screen[None], inherit_bindings=False):
 
     def action_invert(self) -> None:
         self._orders[self.view.id] = Order(self.order.column, not self.order.rising)
+        self.draw()
+
+    # --- doctor ------------------------------------------------------------------------------------------------------
+
+    def action_doctor_run(self) -> None:
+        self.model.doctor = None
+        self.draw()
+        self._examine()
+
+    @work(thread=True, exclusive=True, group="doctor", exit_on_error=False)
+    def _examine(self) -> None:
+        found = self.options.examine()
+        self.app.call_from_thread(self._examined, found)
+
+    def _examined(self, found: Diagnosis) -> None:
+        self.model.doctor = found
+        self.draw()
+
+    # --- replay ------------------------------------------------------------------------------------------------------
+
+    def action_scrub(self, step: int) -> None:
+        if self.player is not None:
+            self._jump(self.player.step(step))
+
+    def action_scrub_s(self, seconds: float) -> None:
+        if self.player is not None:
+            self._jump(self.player.after_s(seconds))
+
+    def action_scrub_edge(self, side: int) -> None:
+        if self.player is not None:
+            self._jump(0 if side < 0 else self.player.length - 1)
+
+    def _jump(self, place: int) -> None:
+        """Stop, and show the recording as it was at `place`."""
+        self.reader.paused = True
+        self._rewind(place)
+
+    @work(thread=True, exclusive=True, group="replay", exit_on_error=False)
+    def _rewind(self, place: int) -> None:
+        if self.player is None:
+            return
+        try:
+            past = self.model.empty()
+            for snapshot in self.player.seek(place):
+                past.take(snapshot)
+        except KvError as error:
+            self.app.call_from_thread(self.take, None, error.message)
+            return
+        self.app.call_from_thread(self._rewound, past)
+
+    def _rewound(self, past: Model) -> None:
+        self.model.become(past)
+        self.problem = ""
         self.draw()
 
     # --- changes -----------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """Palettes as Textual themes."""
 
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 from kvtop.palette import Palette
+
+# Textual's style sheets use these names on every theme that is of the terminal's colours, and give them no default.
+_ANSI = BUILTIN_THEMES["ansi-dark"].variables
 
 
 def theme_of(palette: Palette) -> Theme:
@@ -21,7 +24,8 @@ def theme_of(palette: Palette) -> Theme:
         panel=palette.surface,
         dark=palette.dark,
         ansi=palette.ansi,
-        variables={
+        variables=_ANSI
+        | {
             "kv-cursor": palette.cursor,
             # On the terminal's own colours a cursor background could be any colour: reversed text always shows.
             "kv-cursor-style": "reverse" if palette.ansi else "none",

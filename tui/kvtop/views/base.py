@@ -39,6 +39,8 @@ class View:
     detail: Callable[[Model, Row | None, int, int], list[Line]] = no_detail
     pane: int = 0
     """Rows of `detail` to show under the table where the screen has room; 0: only on Enter."""
+    spare: bool = False
+    """The pane takes only what the table leaves when all its rows are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,19 @@ class Share:
     pane: int
 
 
-def share_height(height: int, above: int, pane: int, rows: int) -> Share:
-    """Divide `height`: the table gets its header and up to three rows first, then what is above, then the pane, then all."""
+def share_height(height: int, above: int, pane: int, rows: int, *, spare: bool = False) -> Share:
+    """Divide `height`: the table gets its header and up to three rows first, then what is above, then the pane, then all.
+
+    Rows that the table cannot use make the pane larger, up to twice what it asked for.
+    """
     height = max(0, height)
     least = min(height, 1 + min(max(rows, 1), 3))
     up = min(above, max(0, height - least))
     rest = height - up
-    low = pane if pane and rest - pane >= max(least, min(rows + 1, 8)) else 0
+    needed = max(least, rows + 1 if spare else min(rows + 1, 8))
+    low = min(2 * pane, rest - max(needed, rows + 2)) if pane else 0
+    if low < pane:
+        low = pane if pane and rest - pane >= needed else 0
     return Share(up, rest - low, low)
 
 

@@ -239,4 +239,4 @@ def _share(part: float, whole: float) -> float | None:
     return 100.0 * part / whole if whole > 0 else None
 
 
-VIEW = segment_view("overview", "Overview", above=above)
+VIEW = segment_view("overview", "Overview", above=above, pane=10, spare=True)

@@ -117,8 +117,8 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
 def _numbers(segment: Segment, width: int, model: Model) -> list[Line]:
     overview = pairs(
         [
-            ("used", span(format_size(segment.used_bytes), "used")),
-            ("prealloc", span(format_size(segment.prealloc_bytes), "prealloc")),
+            ("used", span(format_size(segment.used_bytes), "bold")),
+            ("prealloc", span(format_size(segment.prealloc_bytes))),
             ("limit", _limit(segment, width, model)),
             ("held", _share(segment, width, model)),
             ("over by", span(format_size(-segment.free_bytes), "bad"))
@@ -168,12 +168,12 @@ def _window(model: Model, width: int) -> str:
     return f"last {format_duration(seconds)}"
 
 
-def segment_view(view_id: str, title: str, above: object = nothing, pane: int = 0) -> View:
+def segment_view(view_id: str, title: str, above: object = nothing, pane: int = 0, *, spare: bool = False) -> View:
     """The segments table as a view; the overview and view 2 differ in what is around it."""
     return View(
         view_id, title, COLUMNS, rows, Order("used"),
         "no segments in /dev/shm: an engine with the elastic pool makes one when it starts",
-        above=above, detail=detail, pane=pane,  # type: ignore[arg-type]
+        above=above, detail=detail, pane=pane, spare=spare,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

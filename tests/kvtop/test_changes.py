@@ -1,0 +1,269 @@
+"""What changes something outside kvtop: asked first, done exactly, refused when things moved, and gone under --readonly."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from kvtools.errors import KvError
+from kvtools.segments import owner, pool
+from kvtop.keys import KEYS
+from kvtop.model import Model
+from kvtop.record import Writer
+from kvtop.replay import Player
+from kvtop.screens.changes import DeleteDialog, LimitDialog, delete_lines, limit_preview, write_limit
+from kvtop.screens.dashboard import Dashboard, Options
+from kvtop.screens.main import MainScreen
+from kvtop.source import Source
+from kvtop.text import ASCII, plain
+from tests.kvtop import scenes
+from tests.kvtop.scenes import GIB, MIB, segment
+
+
+def _preview(text: str, **fields: object) -> tuple[int | None, str]:
+    wanted, lines = limit_preview(segment(**fields), text, 60, ASCII)
+    return wanted, "\n".join(plain(line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "words"),
+    [
+        ("", None, "a size such as 4G"),
+        ("40G", 40 * GIB, "now 48 GiB   then 40 GiB"),
+        ("64 GiB", 64 * GIB, "(+16 GiB)"),
+        ("31g", 31 * GIB, "holds 1 GiB more than that and has to give it back first"),
+        ("80G", 80 * GIB, "above what it reserved at start (64 GiB)"),
+        ("1.0005G", 1074278694, "the engine uses whole pages"),
+        ("0", 0, "holds 32 GiB more"),
+        ("-4G", None, "not a size: '-4G'"),
+        ("4 gigs", None, "not a size"),
+        ("4,5G", None, "not a size"),
+        ("9999T", None, "too large"),
+    ],
+)
+def test_preview_says_what_a_limit_would_do(text: str, wanted: int | None, words: str) -> None:
+    found, shown = _preview(text)
+    assert found == wanted
+    assert words in shown
+
+
+def test_preview_knows_who_would_obey() -> None:
+    assert "nothing will act on this limit" in _preview("4G", owner="stale")[1]
+    assert "no owner file: written as asked" in _preview("40G", owner="unknown")[1]
+
+
+def test_delete_says_how_bad_it_would_be() -> None:
+    def said(state: str) -> str:
+        return "\n".join(plain(line) for line in delete_lines(segment(owner=state)))
+
+    assert "its engine is alive" in said("live")
+    assert "its engine is gone" in said("stale")
+    assert "nobody says whether its engine lives" in said("unknown")
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    """A folder with one segment of 8 GiB, 3 used."""
+    pool.create_pool("engine-a", 8 * GIB, used_bytes=3 * GIB, root=tmp_path)
+    return tmp_path
+
+
+def _limit(shm: Path) -> int:
+    return pool.read_pool("engine-a", root=shm).limit_bytes
+
+
+def _on(shm: Path, **options: object) -> tuple[Dashboard, Model]:
+    model = Model()
+    model.take(Source(root=shm).read())
+    return Dashboard(model, Source(root=shm), Options(root=shm, view="segments", **options), start_reader=False), model  # type: ignore[arg-type]
+
+
+async def _settle(app: Dashboard, pilot: Pilot[int]) -> None:
+    await app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+def _press(shm: Path, *keys: str, **options: object) -> Model:
+    async def run() -> Model:
+        app, model = _on(shm, **options)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press(keys[0])
+            for key in keys[1:]:
+                if len(key) > 1:
+                    await pilot.press(key)
+                else:
+                    app.simulate_key(key)
+            await _settle(app, pilot)
+            assert type(app.screen) is MainScreen, "no dialog was left open"
+            return model
+
+    return asyncio.run(run())
+
+
+@pytest.mark.real("segments")
+def test_a_limit_is_written_after_yes_and_logged(shm: Path) -> None:
+    model = _press(shm, "l", *"6G", "enter", "y")
+    assert _limit(shm) == 6 * GIB
+    assert [(event.subject, event.text) for event in model.log] == [("engine-a", "limit 8 GiB -> 6 GiB written")]
+    assert pool.read_pool("engine-a", root=shm).used_bytes == 3 * GIB
+
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize(
+    "answers",
+    [("escape",), ("6", "G", "escape"), ("6", "G", "enter", "escape"), ("6", "G", "enter", "n"), ("6", "G", "enter", "enter"),
+     ("x", "enter", "escape"), ("enter", "escape")],
+)  # fmt: skip
+def test_nothing_but_yes_writes_a_limit(shm: Path, answers: tuple[str, ...]) -> None:
+    model = _press(shm, "l", *answers)
+    assert _limit(shm) == 8 * GIB
+    assert not model.log
+
+
+@pytest.mark.real("segments")
+def test_a_limit_that_somebody_else_changed_is_not_overwritten(shm: Path) -> None:
+    async def run() -> Model:
+        app, model = _on(shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press("l", *"6G", "enter")
+            pool.write_limit("engine-a", 5 * GIB, root=shm)
+            await pilot.press("y")
+            await _settle(app, pilot)
+            return model
+
+    model = asyncio.run(run())
+    assert _limit(shm) == 5 * GIB
+    assert "by now" in model.log[-1].text
+
+
+@pytest.mark.real("segments")
+def test_a_limit_is_noted_in_the_owner_file_with_who_asked(shm: Path) -> None:
+    with owner.OwnerLock.acquire("engine-a", owner.OwnerInfo(engine="vllm", page_bytes=2 * MIB), root=shm):
+        _press(shm, "l", *"6G", "enter", "y")
+        found = owner.read_owner("engine-a", root=shm)
+        assert found is not None
+        assert found.last_limit is not None
+        assert found.last_limit.limit_bytes == 6 * GIB
+        assert found.last_limit.by.startswith("kvtop, uid ")
+        assert Source(root=shm).read().segments[0].limits[-1].state == "pending"
+
+
+@pytest.mark.real("segments")
+def test_a_segment_that_vanished_meanwhile_is_one_line(shm: Path) -> None:
+    async def run() -> Model:
+        app, model = _on(shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press("l", *"6G", "enter")
+            pool.remove("engine-a", root=shm)
+            await pilot.press("y")
+            await _settle(app, pilot)
+            return model
+
+    assert "no segment named engine-a" in asyncio.run(run()).log[-1].text
+    with pytest.raises(KvError, match="no segment named"):
+        write_limit(segment("engine-a"), 1, shm)
+
+
+@pytest.mark.real("segments")
+def test_delete_needs_the_whole_name(shm: Path) -> None:
+    for typed in ("", "engine", "engine-A", "engine-a "):
+        keys = ["space" if char == " " else "minus" if char == "-" else char for char in typed]
+        _press(shm, "d", *keys, "enter", "escape")
+        assert (shm / "engine-a").exists(), typed
+    model = _press(shm, "d", *"engine", "minus", "a", "enter")
+    assert not (shm / "engine-a").exists()
+    assert "deleted, it had 3 GiB of 8 GiB in use" in model.log[-1].text
+
+
+@pytest.mark.real("segments")
+def test_delete_takes_a_dead_owners_file_along_and_leaves_a_live_ones(shm: Path) -> None:
+    lock = owner.OwnerLock.acquire("engine-a", owner.OwnerInfo(engine="vllm"), root=shm)
+    _press(shm, "d", *"engine", "minus", "a", "enter")
+    assert (shm / "engine-a.kvtools").exists(), "the file is its owner's while it lives"
+    lock.close(remove=False)
+    pool.create_pool("engine-a", GIB, root=shm)
+    _press(shm, "d", *"engine", "minus", "a", "enter")
+    assert not (shm / "engine-a.kvtools").exists()
+
+
+# --- read-only ---------------------------------------------------------------------------------------------------------
+
+
+def _everything(app: Dashboard) -> set[str]:
+    """What the screen, its hints, its palette and its bindings offer."""
+    offered = {choice.name for choice in app.main._commands()}
+    offered |= {key.id for key in KEYS if app.main.allows(key)}
+    offered |= {binding.binding.id or "" for binding in app.screen.active_bindings.values() if binding.enabled}
+    return offered
+
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("how", ["readonly", "replay"])
+def test_readonly_and_replay_offer_no_mutation_by_any_way(shm: Path, how: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    mutating = {key.id for key in KEYS if key.mutates}
+    assert mutating == {"limit", "delete"}
+    options: dict[str, object] = {"readonly": True}
+    if how == "replay":
+        path = tmp_path_factory.mktemp("replay") / "a.kvrec"
+        with Writer(path) as writer:
+            writer.write(scenes.host(0))
+        options = {"player": Player(path)}
+
+    async def run() -> None:
+        app, _ = _on(shm, **options)
+        async with app.run_test(size=(160, 30)) as pilot:
+            for view in ("overview", "segments"):
+                app.main.action_view(view)
+                await pilot.pause()
+                assert not _everything(app) & mutating
+                for key in KEYS:
+                    if key.mutates:
+                        for spelling in key.keys:
+                            await pilot.press(spelling)
+                        await app.run_action(f"screen.{key.action}")
+                        await pilot.pause()
+                        assert not isinstance(app.screen, LimitDialog | DeleteDialog)
+                screen = "\n".join(scenes.grid_text(app))
+                assert "l limit" not in screen
+                assert "d delete" not in screen
+                await pilot.press("question_mark")
+                assert "set the segment's limit" not in "\n".join(scenes.grid_text(app))
+                await pilot.press("escape")
+
+    asyncio.run(run())
+    assert _limit(shm) == 8 * GIB
+
+
+def test_without_readonly_they_are_offered() -> None:
+    async def run() -> None:
+        app = scenes.dashboard(scenes.model(3), view="segments")
+        async with app.run_test(size=(160, 30)) as pilot:
+            await pilot.pause()
+            assert {"limit", "delete"} <= _everything(app)
+            app.main.action_view("tiers")
+            await pilot.pause()
+            assert not {"limit", "delete"} & _everything(app), "only where there are segments"
+
+    asyncio.run(run())
+
+
+@pytest.mark.real("segments")
+def test_every_binding_under_readonly_leaves_shared_memory_as_it_was(shm: Path) -> None:
+    """All keys of the table, pressed one after another over a real segment."""
+    before = {path.name: path.read_bytes() for path in shm.iterdir()}
+
+    async def run() -> None:
+        app, _ = _on(shm, readonly=True, write_dir=shm / "nowhere")
+        async with app.run_test(size=(120, 30)) as pilot:
+            for key in KEYS:
+                if key.id in ("quit", "view-doctor"):
+                    continue
+                for spelling in key.keys:
+                    for one in (spelling, "y", "enter", "escape", "escape"):
+                        app.simulate_key(one)
+                    await pilot.pause()
+            await _settle(app, pilot)
+
+    asyncio.run(run())
+    assert {path.name: path.read_bytes() for path in shm.iterdir()} == before

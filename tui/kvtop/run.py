@@ -1,0 +1,274 @@
+"""What the command does once it is known what is wanted: one function a way out.
+
+    screen     the dashboard; without a terminal but with --record, the same reading and recording without a screen
+    headless   --once, --json, --check: one reading (two with -r), printed
+    picture    --export-svg: the real dashboard on a terminal that does not exist
+    show_config
+
+Each sets up the same parts: a model, something to read (this host or a recording), perhaps a recorder. Only `screen` and `picture`
+import Textual.
+"""
+
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtools.config import Resolved
+from kvtools.errors import KvError, UsageError
+from kvtools.exits import Exit
+from kvtools.units import parse_size
+from kvtop.model import Model
+from kvtop.reader import Readable
+from kvtop.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from kvtop.columns import Order
+    from kvtop.record import Recorder
+    from kvtop.replay import Player
+    from kvtop.screens.dashboard import Options
+    from kvtop.views.base import View
+
+MIN_RECORD_BYTES = 1 << 20
+_SIZE = re.compile(r"([0-9]{1,3})x([0-9]{1,3})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The command line, understood."""
+
+    names: tuple[str, ...]
+    shm: Path
+    words: str
+    sort: str
+    wait: bool
+    record: Path | None
+    record_max: str
+    replay: Path | None
+    at: str
+    settings: Resolved
+
+    def get(self, name: str) -> Any:
+        """A setting's value."""
+        return self.settings[name].value
+
+    def view(self) -> "View":
+        from kvtop.views import VIEWS
+
+        return VIEWS[self.get("view")]
+
+    def order(self) -> "Order":
+        """How to sort the view. Raises UsageError for a column it has not."""
+        from kvtop.columns import Order
+
+        view = self.view()
+        if not self.sort:
+            return view.order
+        name = self.sort.removeprefix("-")
+        column = next((c for c in view.columns if c.id == name), None)
+        if column is None:
+            raise UsageError(f"no column {name!r} in view {view.id}", hint="columns: " + ", ".join(c.id for c in view.columns))
+        return Order(name, column.rising != self.sort.startswith("-"))
+
+
+def show_config(settings: Resolved) -> int:
+    """`--show-config`."""
+    from kvtools.output import emit, table
+
+    for line in table(["SETTING", "VALUE", "FROM"], [[name, value.shown, value.origin] for name, value in settings.items()]):
+        emit(line)
+    return Exit.OK
+
+
+def headless(wanted: Wanted, *, json: bool, check: bool) -> int:
+    """`--once`, `--json`, `--check`."""
+    from kvtop import once
+    from kvtop.query import parse_filter
+
+    view, order = wanted.view(), wanted.order()
+    model = _model(wanted)
+    _read_once(wanted, model)
+    if json:
+        once.print_json(model)
+        return once.check_status(model) if check else Exit.OK
+    if check:
+        return once.print_check(model)
+    chosen = parse_filter(wanted.words, frozenset(column.id for column in view.columns))
+    once.print_once(model, view, chosen, order, once.terminal_width())
+    there = {segment.name for segment in model.snapshot.segments} if model.snapshot else set()
+    return Exit.NOT_FOUND if set(wanted.names) - there else Exit.OK
+
+
+def screen(wanted: Wanted) -> int:
+    """The dashboard."""
+    if wanted.record and wanted.replay:
+        raise UsageError("--record and --replay do not go together", hint="a recording is copied with cp")
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not terminal and not wanted.record:
+        raise UsageError("kvtop needs a terminal", hint="kvtop --once prints one page of text, kvtop --json the same as data")
+    model = _model(wanted)
+    recorder = _recorder(wanted)
+    try:
+        if not terminal and recorder is not None:
+            return _record_only(model, _source(wanted), recorder)
+        options, player = _options(wanted)
+        from kvtop.screens.dashboard import Dashboard
+
+        if recorder is not None:
+            options.recording = recorder.words
+        if player is not None and wanted.at:
+            for snapshot in player.seek(player.find(wanted.at)):
+                model.take(snapshot)
+        app = Dashboard(model, player or _source(wanted), options, watch=recorder)
+        return app.run() or app.return_code or Exit.OK
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def picture(wanted: Wanted, path: Path, size: str) -> int:
+    """`--export-svg`: the dashboard as it looks after the newest reading."""
+    found = _SIZE.fullmatch(size)
+    if not found or not all(int(number) for number in found.groups()):
+        raise UsageError(f"not a size of a screen: {size!r}", hint="write COLUMNSxROWS, such as 120x36")
+    options, player = _options(wanted, colors=True)
+    from kvtop.screens.dashboard import Dashboard
+
+    model = _model(wanted)
+    if player is not None:
+        for snapshot in player.seek(player.find(wanted.at) if wanted.at else player.length - 1):
+            model.take(snapshot)
+    else:
+        _read_once(wanted, model)
+    app = Dashboard(model, player or _source(wanted), options, start_reader=False)
+    svg = app.picture((int(found[1]), int(found[2])))
+    try:
+        path.write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise KvError(f"cannot write {path}: {error.strerror}") from None
+    return Exit.OK
+
+
+# --- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _model(wanted: Wanted) -> Model:
+    from kvtop.alerts import rules_from
+    from kvtop.text import ASCII, UNICODE
+
+    plain = wanted.get("ascii") or not _speaks_unicode()
+    return Model(glyphs=ASCII if plain else UNICODE, rules=rules_from(wanted.get("alerts")), interval_s=wanted.get("refresh"))
+
+
+def _speaks_unicode() -> bool:
+    """Whether stdout can carry the block characters; a POSIX locale cannot."""
+    return (sys.stdout.encoding or "ascii").lower().replace("-", "") in ("utf8", "utf16", "utf32", "gb18030")
+
+
+def _source(wanted: Wanted) -> "Readable":
+    from kvtop.gpus import Gpus
+    from kvtop.source import Source
+
+    engines = None
+    if wanted.get("metrics"):
+        from kvtop.engines import Engines
+
+        engines = Engines(wanted.get("metrics"))
+        engines.wait(0.0 if sys.stdout.isatty() else 2.5)
+    return Source(root=wanted.shm, names=wanted.names, gpus=Gpus(), engines=engines)
+
+
+def _recorder(wanted: Wanted) -> "Recorder | None":
+    if wanted.record is None:
+        return None
+    from kvtop.record import Recorder, Writer
+
+    limit = parse_size(wanted.record_max)
+    if limit < MIN_RECORD_BYTES:
+        raise UsageError(f"--record-max is too small: {wanted.record_max}", hint="at least 1M, which is an hour of 20 segments")
+    try:
+        return Recorder(Writer(wanted.record, max_bytes=limit))
+    except OSError as error:
+        raise KvError(f"cannot record to {wanted.record}: {error.strerror}") from None
+
+
+def _player(wanted: Wanted) -> "Player | None":
+    if wanted.replay is None:
+        if wanted.at:
+            raise UsageError("--at needs --replay", hint="kvtop --replay FILE --at 03:10")
+        return None
+    from kvtop.replay import Player
+
+    return Player(wanted.replay)
+
+
+def _read_once(wanted: Wanted, model: Model) -> None:
+    """One reading into the model, two with -r; of a recording, the one asked for with what led up to it."""
+    player = _player(wanted)
+    if player is not None:
+        for snapshot in player.seek(player.find(wanted.at) if wanted.at else player.length - 1):
+            model.take(snapshot)
+        return
+    source = _source(wanted)
+    recorder = _recorder(wanted)
+    for number in range(2 if wanted.wait else 1):
+        if number:
+            time.sleep(wanted.get("refresh"))
+        snapshot = source.read()
+        model.take(snapshot)
+        if recorder is not None:
+            recorder(snapshot)
+    if recorder is not None:
+        recorder.close()
+
+
+def _options(wanted: Wanted, *, colors: bool = False) -> "tuple[Options, Player | None]":
+    from kvtop.keys import remap
+    from kvtop.palette import DEFAULT, choose, color_depth
+
+    environ = dict(os.environ)
+    if colors:
+        theme = wanted.get("theme") or DEFAULT
+    else:
+        theme = choose(wanted.get("theme") or "", no_color=bool(environ.get("NO_COLOR")), depth=color_depth(environ))
+    keys, order, player = remap(wanted.get("keys")), wanted.order(), _player(wanted)
+    from kvtop.screens.dashboard import Options
+
+    options = Options(
+        theme=theme, view=wanted.get("view"), filter=wanted.words, order=order, readonly=wanted.get("readonly"),
+        keys=keys, root=wanted.shm, player=player,
+    )  # fmt: skip
+    return options, player
+
+
+def _record_only(model: Model, source: Readable, recorder: "Recorder") -> int:
+    """Read and record until told to stop: for a service, or a shell with `&`."""
+    import signal
+    import threading
+
+    from kvtop.reader import Reader
+
+    done = threading.Event()
+
+    def deliver(snapshot: Snapshot | None, problem: str) -> None:
+        if snapshot is not None:
+            recorder(snapshot)
+        if recorder.problem:
+            done.set()
+
+    def stop(number: int, frame: object) -> None:
+        done.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    reader = Reader(source, deliver, interval_s=model.interval_s)
+    reader.start()
+    done.wait()
+    reader.stop(timeout_s=2.0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if recorder.problem:
+        raise KvError(recorder.problem)
+    return Exit.OK
