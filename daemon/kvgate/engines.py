@@ -49,6 +49,7 @@ class EngineLog:
         self._written = 0
         self._fd = -1
         self.last: deque[str] = deque(maxlen=3)
+        self._unfinished = b""
         if path is not None:
             self._open()
 
@@ -60,9 +61,10 @@ class EngineLog:
 
     def write(self, piece: bytes) -> None:
         """Keep `piece`. A full disk costs the log, not the engine."""
-        for line in piece.decode(errors="replace").splitlines():
+        *lines, self._unfinished = (self._unfinished + piece[-4096:]).split(b"\n")
+        for line in lines:
             if line.strip():
-                self.last.append(printable(line.strip())[:300])
+                self.last.append(printable(line.decode(errors="replace").strip())[:300])
         if self._fd < 0 or self.path is None:
             return
         with contextlib.suppress(OSError):
@@ -156,7 +158,8 @@ class Engine:
     async def _start(self, output: EngineLog) -> Held:
         words, env = argv(self.config), environment(self.config, os.environ)
         self.starts_total += 1
-        log.info("%s: starting: %s", self.name, " ".join(words))
+        shown = ["***" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
+        log.info("%s: starting: %s", self.name, " ".join(shown))
         if self.instance.launcher == "tmux":
             return await Tmux.start(self.name, words, env, os.environ)
         return await Subprocess.start(words, env, output.write)

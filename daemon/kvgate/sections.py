@@ -14,6 +14,7 @@ import yaml
 
 from kvgate.errors import ConfigError
 from kvtools.errors import UsageError
+from kvtools.output import printable
 from kvtools.units import parse_duration, parse_size
 
 T = TypeVar("T")
@@ -92,7 +93,7 @@ class Section:
         self._known: dict[str, None] = {}
 
     def error(self, key: str, message: str, *, hint: str = "") -> ConfigError:
-        where = ".".join(part for part in (self.path, key) if part)
+        where = printable(".".join(part for part in (self.path, key) if part))
         return ConfigError(f"{self.file}: {where}: {message}" if where else f"{self.file}: {message}", hint=hint)
 
     def has(self, key: str) -> bool:

@@ -26,13 +26,17 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 def instance(name: str, folder: Path, *, args: str = "", **more: Any) -> dict[str, Any]:
     """An instance whose engine is the fake one; it notes its pid, environment and arguments in `folder/name.note`."""
     port = free_port()
-    words = f"--port {port} --model {name} --note {folder / name}.note {args}"
+    words = f"--port {port} --model {name} --note {_note(folder, name)} {args}"
     return {"name": name, "model": name, "engine": "vllm", "command": [sys.executable, str(FAKE)], "engine_args": words, **more}
+
+
+def _note(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace('/', '_')}.note"
 
 
 def notes(folder: Path, name: str) -> list[dict[str, Any]]:
     """What each start of instance `name` noted."""
-    path = folder / f"{name}.note"
+    path = _note(folder, name)
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -1,0 +1,181 @@
+"""The commands as an operator runs them: real processes, real signals, and what they say."""
+
+import hashlib
+import http.server
+import json
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kvgate.process import GateProcess, gate, instance, write
+from tests.support.processes import run_cli, run_python
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GateProcess]:
+    folder = tmp_path_factory.mktemp("gate")
+    with gate(folder, instances=[instance("one", folder), instance("org/two", folder, devices=[1])]) as process:
+        process.until(lambda: {process.state("one"), process.state("org/two")} == {"awake"})
+        yield process
+
+
+def test_models_sleep_wake_and_traffic(running: GateProcess) -> None:
+    url = ("--url", running.url)
+    assert running.ask("/v1/completions", {"model": "one"})[0] == 200
+    shown = run_cli("kvgate", "models", *url)
+    assert (shown.rc, shown.stderr) == (0, "")
+    assert [line.split()[:2] for line in shown.stdout.splitlines()] == [["MODEL", "STATE"], ["one", "awake"], ["org/two", "awake"]]
+
+    asleep = run_cli("kvgate", "sleep", "org/two", *url)
+    assert (asleep.rc, asleep.stdout) == (0, "org/two: asleep\n")
+    body = run_cli("kvgate", "models", "--json", *url).json()
+    assert body["schema"] == "kvgate.models/1"
+    assert {model["model"]: model["state"] for model in body["models"]} == {"one": "awake", "org/two": "asleep"}
+    woken = run_cli("kvgate", "wake", "org/two", "--force", "--json", *url).json()
+    assert woken == {"schema": "kvgate.wake/1", "model_name": "org/two", "success": True, "message": "awake", "state": "awake"}
+
+    traffic = run_cli("kvgate", "traffic", *url, "--window", "5m")
+    assert traffic.rc == 0
+    assert traffic.stdout.splitlines()[1].split()[:4] == ["one", "1", "1", "0"]
+    body = run_cli("kvgate", "traffic", "--json", env={"KVGATE_URL": running.url}).json()
+    assert (body["schema"], body["window_seconds"], body["models"][0]["total_requests"]) == ("kvgate.traffic/1", 60, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "rc", "says"),
+    [
+        (("sleep", "nope"), 3, "kvgate: error: the model 'nope' does not exist"),
+        (("sleep", "one", "--level", "7"), 2, "7 is not in the range"),
+        (("traffic", "--window", "soon"), 2, "not a duration: 'soon'"),
+        (("traffic", "--window", "2h"), 1, "window is a number of seconds above 0 and up to 3600"),
+        (("models", "--key", "env:KVGATE_TEST_UNSET"), 2, "environment variable KVGATE_TEST_UNSET is not set"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(running: GateProcess, words: tuple[str, ...], rc: int, says: str) -> None:
+    ran = run_cli("kvgate", *words, "--url", running.url)
+    assert (ran.rc, ran.stdout) == (rc, "")
+    assert says in ran.stderr.splitlines()[0]
+    assert "Traceback" not in ran.stderr
+
+
+def test_no_gate_and_something_else_there(tmp_path: Path) -> None:
+    ran = run_cli("kvgate", "models", "--url", "http://127.0.0.1:1")
+    assert ran.rc == 4
+    assert ran.stderr.splitlines()[0] == "kvgate: error: cannot reach the gate at http://127.0.0.1:1: Connection refused"
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        ran = run_cli("kvgate", "models", "--url", f"http://127.0.0.1:{server.server_port}")
+        assert (ran.rc, "is not kvgate (HTTP 501)" in ran.stderr) == (4, True)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_key_of_the_wrong_role_and_none(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    roles = {"ann": "admin", "bob": "client"}
+    keys.write_text("".join(f"{name} {role} sha256:{hashlib.sha256(name.encode()).hexdigest()}\n" for name, role in roles.items()))
+    keys.chmod(0o600)
+    with gate(tmp_path, instances=[instance("one", tmp_path)], router={"api_keys": str(keys)}) as process:
+        url = ("--url", process.url)
+        assert "no API key given" in (ran := run_cli("kvgate", "models", *url)).stderr
+        assert ran.rc == 2
+        assert run_cli("kvgate", "models", *url, "--key", "env:K", env={"K": "ann"}).rc == 0
+        assert "'bob' may not" in run_cli("kvgate", "models", *url, env={"KVGATE_KEY": "env:K", "K": "bob"}).stderr
+        # The file is read again on reload.
+        keys.write_text("\n".join(keys.read_text().splitlines()[:1]) + "\n")
+        process.process.send_signal(signal.SIGHUP)
+        process.until(lambda: any("reloaded" in line for line in process.log))
+        assert "not known" in run_cli("kvgate", "models", *url, "--key", "env:K", env={"K": "bob"}).stderr
+
+
+def test_term_lets_a_stream_end_and_takes_no_new_connection(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)], router={"shutdown_timeout_seconds": 8}) as process:
+        process.until(lambda: process.state("one") == "awake")
+        got: list[bytes] = []
+        body = json.dumps({"model": "one", "stream": True, "fake": {"chunks": 10, "pause": 0.1}}).encode()
+
+        def read() -> None:
+            with urllib.request.urlopen(process.url + "/v1/completions", data=body) as answer:
+                got.append(answer.read())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        process.until(lambda: process.ask("/models")[1]["models"]["one"]["running"] == 1)
+        process.process.send_signal(signal.SIGTERM)
+        process.until(lambda: any("Shutting down" in line for line in process.log))
+        with pytest.raises(OSError, match="refused"):
+            process.ask("/healthz")
+        reader.join(10)
+        assert got[0].endswith(b"data: [DONE]\n\n")
+        assert process.stop() == 0
+
+
+def test_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)], router={"shutdown_timeout_seconds": 60}) as process:
+        process.until(lambda: process.state("one") == "awake")
+        body = json.dumps({"model": "one", "fake": {"mode": "hang"}}).encode()
+        hanging = threading.Thread(target=_ignore, args=(process.url, body))
+        hanging.start()
+        process.until(lambda: process.ask("/models")[1]["models"]["one"]["running"] == 1)
+        process.process.send_signal(signal.SIGINT)
+        process.until(lambda: any("Shutting down" in line for line in process.log))
+        assert process.stop(signal.SIGINT, timeout=10) == 0
+        hanging.join(10)
+
+
+def _ignore(url: str, body: bytes) -> None:
+    try:
+        urllib.request.urlopen(url + "/v1/completions", data=body).close()
+    except OSError:
+        pass
+
+
+def test_port_taken_and_bad_file_are_one_line(tmp_path: Path, running: GateProcess) -> None:
+    port = running.url.rpartition(":")[2]
+    config = write(tmp_path, models={"m": {"port": 1}})
+    ran = run_cli("kvgate", "serve", "--config", config, "--port", port)
+    said = f"kvgate: error: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose another --port\n"
+    assert (ran.rc, ran.stderr) == (2, said)
+    config.write_text("models: {m: {prt: 1}}")
+    assert run_cli("kvgate", "serve", "--config", config).rc == 2
+
+
+WITHOUT_AIOHTTP = """
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "aiohttp" else real(name, *rest)
+from kvtools.cli import run
+run("kvgate", "kvgate.app:app", ["serve", "--config", {config!r}])
+"""
+
+
+def test_missing_extra_is_one_line_that_names_it(tmp_path: Path) -> None:
+    config = write(tmp_path, models={"m": {"port": 1}})
+    ran = run_python(WITHOUT_AIOHTTP.format(config=str(config)))
+    assert (ran.rc, ran.stdout) == (2, "")
+    assert ran.stderr == "kvgate: error: kvgate serve needs the package 'aiohttp'\nhint: pip install 'kvtools[gate]'\n"
+
+
+def test_commands_that_ask_load_none_of_the_extra() -> None:
+    heavy = "{'aiohttp', 'starlette', 'uvicorn', 'asyncio', 'yaml'}"
+    code = f"import sys, kvgate.app, kvgate.ask, kvgate.show; print(sorted({heavy} & set(sys.modules)))"
+    assert run_python(code).stdout == "[]\n"
+
+
+def test_check_and_show_config(tmp_path: Path) -> None:
+    config = write(tmp_path, models={"m": {"port": 1}}, router={"max_queue": 5})
+    ran = run_cli("kvgate", "serve", "--config", config, "--check")
+    assert (ran.rc, ran.stdout) == (0, "m: http://localhost:1\n")
+    ran = run_cli("kvgate", "serve", "--config", config, "--show-config", "--port", "7", env={"KVGATE_HOST": "::1"})
+    lines = ran.stdout.splitlines()
+    assert lines[:2] == ["host = ::1  (env:KVGATE_HOST)", "port = 7  (flag)"]
+    assert "router.max_queue = 5  (file:models.yaml)" in lines
+    assert "router.max_concurrency = 256  (default)" in lines

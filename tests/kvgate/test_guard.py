@@ -1,0 +1,146 @@
+"""Who may ask: keys, roles, and what a web page cannot do."""
+
+import hashlib
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvgate.errors import ConfigError, Forbidden, RequestError, Unauthorized
+from kvgate.guard import Guard, KeyRing, is_loopback
+from kvgate.serve import listen
+from kvtools.errors import Refused
+from tests.kvgate.fake_engine import FakeEngine
+from tests.kvgate.harness import running_gate, write_config
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def ring(folder: Path) -> KeyRing:
+    text = f"# who may what\nann admin sha256:{hashed('a-key')}\nbob client sha256:{hashed('b-key')}  # the app\n\n"
+    return KeyRing.load(key_file(folder, text))
+
+
+def bearer(key: str) -> list[tuple[bytes, bytes]]:
+    return [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
+
+
+def test_roles(tmp_path: Path) -> None:
+    guard = Guard(ring(tmp_path))
+    guard.check("/v1/completions", bearer("b-key"), inference=True)
+    guard.check("/v1/completions", bearer("a-key"), inference=True)
+    guard.check("/metrics", bearer("b-key"), inference=False)
+    guard.check("/action/sleep/m", bearer("a-key"), inference=False)
+    with pytest.raises(Forbidden, match="'bob'"):
+        guard.check("/action/sleep/m", bearer("b-key"), inference=False)
+    for path in ("/health", "/healthz", "/readyz"):
+        guard.check(path, [], inference=False)
+
+
+BAD = (b"", b"Bearer", b"Bearer ", b"Bearer c-key", b"Basic a-key", b"a-key", b"Bearer \xff\xff", b"bearer  b-key x")
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_keys_that_open_nothing(tmp_path: Path, value: bytes) -> None:
+    with pytest.raises(Unauthorized):
+        Guard(ring(tmp_path)).check("/v1/completions", [(b"authorization", value)], inference=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("", 0o600, "holds no key"),
+        ("ann root sha256:" + "0" * 64, 0o600, "keys:1: not a key line"),
+        ("ann admin secret", 0o600, "not a key line"),
+        ("ann admin sha256:" + "A" * 64, 0o600, "not a key line"),
+        ("ann admin sha256:" + "0" * 64, 0o644, "open to others"),
+    ],
+)
+def test_key_files_that_are_refused(tmp_path: Path, text: str, mode: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        KeyRing.load(key_file(tmp_path, text, mode))
+    with pytest.raises(ConfigError, match="No such file"):
+        KeyRing.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("headers", "passes"),
+    [
+        ({"host": "127.0.0.1:8080"}, True),
+        ({"host": "localhost:8080"}, True),
+        ({"host": "LOCALHOST"}, True),
+        ({"host": "[::1]:8080"}, True),
+        ({"host": "10.0.0.5:8080"}, True),
+        ({"host": "gate.example:8080"}, True),
+        ({"host": "evil.example:8080"}, False),
+        ({"host": "127.0.0.1.evil.example"}, False),
+        ({"host": ""}, False),
+        ({}, False),
+        ({"host": "localhost", "origin": "http://localhost:3000"}, False),
+        ({"host": "localhost", "origin": "null"}, False),
+        ({"host": "localhost", "origin": "https://ui.example"}, True),
+        ({"host": "localhost", "sec-fetch-site": "cross-site"}, False),
+        ({"host": "localhost", "sec-fetch-site": "none"}, True),
+    ],
+)
+def test_web_pages_and_rebound_names(headers: dict[str, str], passes: bool) -> None:
+    guard = Guard(None, ["gate.example"], ["https://ui.example"])
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    try:
+        guard.check("/action/sleep/m", raw, inference=False)
+    except RequestError as error:
+        said: RequestError | None = error
+    else:
+        said = None
+    assert isinstance(said, Forbidden) is not passes
+
+
+def test_beyond_loopback_needs_keys(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from kvgate.config import load
+
+    config = replace(load(write_config(tmp_path / "m.yaml", {"m": {"port": 1}})), host="0.0.0.0")
+    with pytest.raises(Refused, match="no API keys") as caught:
+        listen(config, allow_open=False)
+    assert "--allow-open" in caught.value.hint
+    listen(config, allow_open=True).close()
+    listen(replace(config, api_keys=tmp_path / "keys"), allow_open=False).close()
+
+
+def test_loopback() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "gate")] == [False] * 4
+
+
+def one(folder: Path, engine: FakeEngine) -> Path:
+    return write_config(folder / "m.yaml", {"tiny": {"host": "127.0.0.1", "port": engine.port}})
+
+
+@pytest.mark.asyncio
+async def test_a_page_cannot_put_a_model_to_sleep(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        url = client.base + "/action/sleep/tiny"
+        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            async with client.session.post(url, headers=headers) as answer:
+                assert (answer.status, "error" in await answer.json()) == (403, True)
+        # Model paths are for applications in browsers too, and behind any name.
+        status, _, _ = await client.ask("/v1/completions", {"model": "tiny"}, headers={"Origin": "https://app.example"})
+        assert status == 200
+        assert engine.count("/sleep") == 0
+
+
+@pytest.mark.asyncio
+async def test_websocket_is_refused(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        with pytest.raises(aiohttp.WSServerHandshakeError):
+            await client.session.ws_connect(client.base + "/v1/realtime")
