@@ -55,6 +55,16 @@ def serve(
         str | None, typer.Option("--drain-timeout", metavar="TIME", help="For pending writes when stopping [default: 20s].")
     ] = None,
     log_level: Annotated[str | None, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", metavar="WORD", help="text, or json: one object a line.")
+    ] = None,
+    metrics_port: Annotated[
+        str | None, typer.Option("--metrics-port", metavar="PORT", help="Serve /metrics, /healthz and /readyz there.")
+    ] = None,
+    metrics_host: Annotated[
+        str | None, typer.Option("--metrics-host", metavar="ADDRESS", help="On this address [default: 127.0.0.1].")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in TOML, named as the flags.")] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print each setting and where it came from, and exit.")
     ] = False,
@@ -76,8 +86,11 @@ def serve(
         "eviction_policy": eviction_policy,
         "drain_timeout": drain_timeout,
         "log_level": log_level,
+        "log_format": log_format,
+        "metrics_port": metrics_port,
+        "metrics_host": metrics_host,
     }
-    settings.serve(flags, show_config=show_config)
+    settings.serve(flags, config=config, show_config=show_config)
 
 
 @app.command()

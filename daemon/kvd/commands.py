@@ -170,7 +170,7 @@ def _show(body: dict[str, Any]) -> None:
     for tier in body["tiers"]:
         emit(f"tier {tier['name']} ({tier['type']})")
         for name, value in tier.items():
-            if name not in ("name", "type"):
+            if name not in ("name", "type") and not isinstance(value, dict):
                 emit(f"  {name:36} {_number(name, value)}")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.service import stats
+from kvd.service.http import Window, exposition
 from kvd.service.operations import Operations
 from kvd.service.server import Server
 from kvd.store.arena import Arena
@@ -52,6 +53,8 @@ class Options:
     huge_pages: bool = False
     drain_s: float = 20.0
     evicting: bool = True
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
     shm: Path = field(default=SHM)
 
 
@@ -65,6 +68,7 @@ class Daemon:
         self._fresh = False  # a publication is already planned
         self._publisher: stats.Publisher | None = None
         self._published = 0.0
+        self._window: Window | None = None
         self._started_ns = time.time_ns()
 
     async def run(self) -> None:
@@ -91,6 +95,7 @@ class Daemon:
                 loop.add_signal_handler(number, self._signalled, number)
             await self.tiering.open(options.adapters)
             self._publisher = stats.Publisher(self._rows(), instance, root=options.shm)
+            await self._open_window()
             self.server.bind()
             self.server.start()
             notify("READY=1")
@@ -100,6 +105,8 @@ class Daemon:
             ticking.cancel()
             await self._stop()
         finally:
+            if self._window is not None:
+                await self._window.close()
             await self.server.close()
             if self._publisher is not None:
                 self._publisher.close()
@@ -109,6 +116,25 @@ class Daemon:
 
     def _rows(self) -> list[stats.Row]:
         return stats.rows(self.store, self.tiering, self.server, lambda: len(self.operations.tokens))
+
+    async def _open_window(self) -> None:
+        if self.options.metrics_port is None:
+            return
+        window = Window(
+            self.options.metrics_host,
+            self.options.metrics_port,
+            {
+                "/metrics": lambda: (
+                    200,
+                    "text/plain; version=0.0.4",
+                    exposition(self._publisher.table if self._publisher else []),
+                ),
+                "/healthz": lambda: (200, "text/plain", "ok\n"),
+                "/readyz": lambda: (503, "text/plain", "draining\n") if self.store.draining else (200, "text/plain", "ready\n"),
+            },
+        )
+        await window.start()
+        self._window = window
 
     async def _stop(self) -> None:
         notify("STOPPING=1")

@@ -2,11 +2,13 @@
 
 import asyncio
 import grp
+import json
 import logging
 import os
 import pwd
 import re
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,27 @@ def _switch(text: str) -> bool:
     return bool(_word("switch", "0", "1", "false", "true", "no", "yes")(text) in ("1", "true", "yes"))
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise UsageError(f"not a port: {text!r}", hint="a number from 1 to 65535")
+    return int(text)
+
+
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(os.pathsep) if part]
+
+
+LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (unix seconds), level, logger, message, and traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        body = {"time": record.created, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(body)
 
 
 SETTINGS = (
@@ -81,6 +102,9 @@ SETTINGS = (
         "eviction_policy", _word("eviction policy", "LRU", "noop"), "LRU", ("KVD_EVICTION_POLICY",), help="What a full arena does."
     ),
     Setting("drain_timeout", parse_duration, 20.0, ("KVD_DRAIN_TIMEOUT",), help="For pending writes when stopping."),
+    Setting("metrics_port", _port, None, ("KVD_METRICS_PORT",), help="Port of /metrics, /healthz and /readyz."),
+    Setting("metrics_host", str, "127.0.0.1", ("KVD_METRICS_HOST",), help="Address they listen on."),
+    Setting("log_format", _word("log format", "text", "json"), "text", ("KVD_LOG_FORMAT",), help="How log lines look."),
     Setting(
         "log_level", _word("log level", "DEBUG", "INFO", "WARNING", "ERROR"), "INFO", ("KVD_LOG_LEVEL",), help="What is logged."
     ),
@@ -96,18 +120,41 @@ def gib(value: float, other: str | None) -> str:
     return f"{int(value * (1 << 30))}"
 
 
-def serve(flags: Mapping[str, Any], *, show_config: bool) -> None:
+def read_file(path: Path | None) -> dict[str, Any]:
+    """The settings of a TOML file. Raises UsageError, naming the file and the line."""
+    if path is None:
+        return {}
+    try:
+        body = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}") from None
+    # Flags and environment are text; so that a file is checked by the same rules, so is what it says.
+    lists = {"long_path", "allow_uid", "allow_gid"}
+    made: dict[str, Any] = {}
+    for name, value in body.items():
+        if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
+            raise UsageError(f"{name} in {path} is not a plain value")
+        if isinstance(value, list):
+            made[name] = [Path(str(one)) if name == "long_path" else str(one) for one in value]
+        else:
+            made[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return made
+
+
+def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: bool = False) -> None:
     """Run the daemon with these flags until it is told to stop."""
-    settings = resolve(SETTINGS, flags=flags)
+    settings = resolve(SETTINGS, flags=flags, file=read_file(config), file_name=str(config or ""))
     if show_config:
         rows = [(s.name, _shown(settings[s.name].value, s.name), settings[s.name].origin) for s in SETTINGS]
         for line in table(("SETTING", "VALUE", "FROM"), rows):
             emit(line)
         return
     options = options_of(settings)
-    logging.basicConfig(
-        level=settings["log_level"].value, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
+    logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -150,6 +197,8 @@ def options_of(settings: Resolved) -> Options:
         huge_pages=value["hugepages"],
         drain_s=value["drain_timeout"],
         evicting=value["eviction_policy"] == "LRU",
+        metrics_host=value["metrics_host"],
+        metrics_port=value["metrics_port"],
     )
 
 

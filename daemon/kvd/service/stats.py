@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvd.service.histogram import Histogram
 from kvd.service.server import Server
 from kvd.store.extents import PAGE
 from kvd.store.retention import Retention
@@ -113,8 +114,13 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "io_errors": ("", "Failed reads and writes.", lambda: counters.io_errors),
         "breaker_opened": ("", "Times it was left alone.", lambda: tier.breaker.opened_total),
     }
+    loads, stores = Histogram(), Histogram()
+    tier.load_s.append(loads.observe)
+    tier.store_s.append(stores.observe)
     made: list[Row] = [(Metric(f"tier_{n}", "gauge", u, h, labels), read) for n, (u, h, read) in gauges.items()]
     made += [(Metric(f"tier_{n}_total", "counter", u, h, labels), read) for n, (u, h, read) in totals.items()]
+    made += loads.rows("tier_load_seconds", "How long loads of a batch took.", labels)
+    made += stores.rows("tier_store_seconds", "How long stores of a batch took.", labels)
     return made
 
 
@@ -146,7 +152,10 @@ def as_dict(values: list[tuple[str, Mapping[str, str], float]]) -> dict[str, Any
     for name, labels, value in values:
         if "tier" in labels:
             row = tiers.setdefault(labels["tier"], {"name": labels["tier"], "type": labels.get("type", "")})
-            row[name.removeprefix("tier_")] = value
+            if "le" in labels:
+                row.setdefault(name.removeprefix("tier_"), {})[labels["le"]] = value
+            else:
+                row[name.removeprefix("tier_")] = value
         elif labels:
             body.setdefault(name, {})["/".join(labels.values())] = value
         else:

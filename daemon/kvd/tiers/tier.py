@@ -128,6 +128,9 @@ class Tier:
         self._idle = asyncio.Event()
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
+        self.store_s: list[Callable[[float], None]] = []
+        self.load_s: list[Callable[[float], None]] = []
+        """Who wants to know how long calls took."""
         self._under_way: set[Identity] = set()
         self._writers: set[asyncio.Task[None]] = set()
 
@@ -275,8 +278,10 @@ class Tier:
 
     async def _write(self, batch: list[tuple[Write, Identity]], slots: Slots, items: list[Item]) -> None:
         results: list[Stored] | None = None
+        begun = self.store.monotonic()
         try:
             results = await self._loop.run_in_executor(self._changes, self.adapter.store, items)
+            self._took(self.store_s, begun)
             self.breaker.succeeded()
         except AdapterFull as error:
             log.warning("tier %s is full: %s", self.name, error.message)
@@ -353,8 +358,10 @@ class Tier:
 
     async def load(self, wants: list[Want]) -> list[Loaded]:
         """Fill the buffers; they are not touched any more when this returns. Never raises."""
+        begun = self.store.monotonic()
         try:
             results = await self._loop.run_in_executor(self._loads, self.adapter.load, wants)
+            self._took(self.load_s, begun)
         except AdapterError as error:
             self._failed(error.message)
             return [Loaded.ERROR] * len(wants)
@@ -367,6 +374,10 @@ class Tier:
         elif self.breaker.failures:
             self.breaker.succeeded()
         return results
+
+    def _took(self, listeners: list[Callable[[float], None]], begun: float) -> None:
+        for listener in listeners:
+            listener(self.store.monotonic() - begun)
 
     async def call(self, function: Callable[..., T], *args: object) -> T:
         """Run one of the adapter's other methods on its load threads."""
