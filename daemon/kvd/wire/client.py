@@ -153,7 +153,7 @@ class Client:
         large = [i for i, view in enumerate(views) if len(view) > p.INLINE_BYTES]
         if large:
             self._put_large(large, items, views, results, (space, klass, expires, wait_ms))
-        return [result or PutResult(False, "lease_lost") for result in results]
+        return [PutResult(False, "lease_lost") if result is None else result for result in results]
 
     def _put_large(
         self,
@@ -206,7 +206,7 @@ class Client:
             return [PutResult(False, "lease_lost")] * len(keys)
         except Draining:
             return [PutResult(False, "draining")] * len(keys)
-        return [result or PutResult(False, "lease_lost") for result in results]
+        return [PutResult(False, "lease_lost") if result is None else result for result in results]
 
     def _wait_ms(self, wait: str) -> int:
         if wait not in ("", "tier"):
