@@ -138,11 +138,13 @@ class DiskAdapter(Adapter):
         self._files = RegionFiles(self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=floor)
         self._deletes = DeletesLog(self._io, self.path)
         self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
+        self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
         self._hasher = ThreadPoolExecutor(4, thread_name_prefix="kvd-disk-hash")
-        self._writer = Writer(self._io, catalog, self._evictor.make_region, self._direct, self._pool, self._hasher)
+        self._writer = Writer(
+            self._io, catalog, self._evictor.make_region, self._syncer.sync_region, self._direct, self._pool, self._hasher
+        )
         self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool)
         self._evictor.writer, self._evictor.reader = self._writer, self._reader
-        self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
         self._recover()
         if self.durability is Durability.GROUP:
             self._syncer.start(self._group_interval_s)
@@ -168,7 +170,7 @@ class DiskAdapter(Adapter):
             if file.scan is None:
                 continue
             with catalog.changed:
-                region = region_of(file, catalog.take_slot_locked())
+                region = region_of(file, catalog.take_slot_locked(), durable=catalog.durable)
                 catalog.add_region_locked(region)
                 catalog.held_bytes += file.size
             pairs.append((region, file.scan))

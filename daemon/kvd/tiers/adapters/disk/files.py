@@ -68,7 +68,7 @@ class RegionFiles:
             with catalog.changed:
                 catalog.held_bytes += size
         self.names_changed = True
-        region = Region(slot, path, fd, size, retention, sequence, secrets.randbits(64), mark_tick=tick)
+        region = Region(slot, path, fd, size, retention, sequence, secrets.randbits(64), durable=self._sync, mark_tick=tick)
         header = RegionHeader(retention, size, sequence, region.nonce, catalog.clock_ns())
         try:
             write_fully(self.io, fd, [aligned_page(header.pack())], 0)

@@ -42,7 +42,7 @@ DELETES_PER_PAGE = 56
 _CHECKSUM_AT = PAGE - 8
 _U64 = struct.Struct("<Q")
 _REGION = struct.Struct("<8sIB3xQQQQ")
-_EXTENT = struct.Struct("<8sIBBHQQQQQQ64s16sQQI")
+_EXTENT = struct.Struct("<8sIBBHQQQQQQ64s16sQI")
 _INDEX = struct.Struct("<8sIIQQIIQQ")
 _ENTRY = struct.Struct("<64sQQQQQBBHI")
 _DELETES = struct.Struct("<8sIIQ16x")
@@ -153,7 +153,6 @@ class ExtentHeader(NamedTuple):
     identity: Identity
     checksum: bytes
     stored_ns: int
-    group: int
     epoch: int
     retention: int
     flags: int
@@ -163,7 +162,7 @@ class ExtentHeader(NamedTuple):
         body = _EXTENT.pack(
             EXTENT_MAGIC, FORMAT_VERSION, _KIND_VALUE, self.retention, self.flags,
             self.region, self.nonce, self.offset, self.sequence, self.length, self.expires_ns,
-            self.identity, self.checksum, self.stored_ns, self.group, self.epoch,
+            self.identity, self.checksum, self.stored_ns, self.epoch,
         ).ljust(EXTENT_HEADER_BYTES - 8, b"\0")  # fmt: skip
         return body + _U64.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -176,10 +175,10 @@ class ExtentHeader(NamedTuple):
         if _U64.unpack_from(page, EXTENT_HEADER_BYTES - 8)[0] != xxhash.xxh3_64_intdigest(body):
             return None
         (magic, version, kind, retention, flags, region, nonce, offset, sequence, length, expires, identity, checksum,
-         stored, group, epoch) = _EXTENT.unpack_from(page)  # fmt: skip
+         stored, epoch) = _EXTENT.unpack_from(page)  # fmt: skip
         if magic != EXTENT_MAGIC or version != FORMAT_VERSION or kind != _KIND_VALUE:
             return None
-        return cls(region, nonce, offset, sequence, length, expires, identity, checksum, stored, group, epoch, retention, flags)
+        return cls(region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags)
 
     def entry(self, tick: int) -> "IndexEntry":
         """What the index says of this extent."""

@@ -103,7 +103,7 @@ def _drop_twins(found: list[Found]) -> None:
         wrong.header = wrong.scan = None
 
 
-def region_of(file: Found, slot: int) -> Region:
+def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     """The Region for a file that holds values, as far as the file itself says."""
     header, scan = file.header, file.scan
     assert header is not None
@@ -112,6 +112,11 @@ def region_of(file: Found, slot: int) -> Region:
     region.state = State.SEALED
     region.epoch = scan.epoch + 1
     region.data_end = scan.data_end
+    region.durable = durable
+    region.indexed_end = scan.indexed_end
+    region.stable_end = scan.indexed_end
+    # What was walked may not be stable yet (a killed process leaves it in the page cache): it is synced with the next sync.
+    region.writes = int(scan.data_end > scan.indexed_end)
     region.pages = scan.full_pages
     region.covered = scan.covered
     # What is in no full index page yet: it is listed again, in the page that recovery may have found partial.

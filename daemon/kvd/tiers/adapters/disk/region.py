@@ -19,6 +19,9 @@ from kvd.store.identity import Identity
 from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, PAGE, IndexEntry, IndexPage, index_pages
 from kvd.tiers.adapters.disk.storage import Storage, write_fully
 
+WALK_BYTES_MAX = 64 << 20
+"""So many bytes of extents at most wait for their index page, where they can have one: recovery reads and verifies the rest."""
+
 
 class State(Enum):
     """Where a region is in its life."""
@@ -59,6 +62,12 @@ class Region:
     """Offsets of the extents in `pending`."""
     partial_written: int = 0
     """Entries of the partial page as last written."""
+    indexed_end: int = PAGE
+    """Where the extents that some index page on disk lists end."""
+    durable: bool = False
+    """Whether values are synced (the store's durability is not none)."""
+    stable_end: int = PAGE
+    """Where the extents that were synced end."""
     failures: int = 0
     """Writes that failed in a row."""
     live: int = 0
@@ -102,25 +111,42 @@ class Region:
         self.data_end = end
 
     def write_index(self, io: Storage, *, partial: bool) -> None:
-        """Write index pages that are full and, if `partial`, the one that is not. Raises OSError. The owner of `busy` only."""
-        while len(self.pending) >= ENTRIES_PER_PAGE:
-            more = len(self.pending) > ENTRIES_PER_PAGE
-            stop = self.starts[ENTRIES_PER_PAGE] if more else self.data_end
-            self._write_page(io, ENTRIES_PER_PAGE, stop)
+        """Write index pages that are full and, if `partial`, the one that is not. Raises OSError. The owner of `busy` only.
+
+        Where values are synced at all, only extents that are stable are listed: an index page that outlived a power cut which
+        the extents did not would let a torn value hide the older, acknowledged one.
+        """
+        limit = self.stable_end if self.durable else self.data_end
+        while (count := self._listable(limit)) == ENTRIES_PER_PAGE:
+            stop = self._end_of(count)
+            self._write_page(io, count, stop)
             self.pages += 1
             self.covered = stop
             self.partial_written = 0
-            del self.pending[:ENTRIES_PER_PAGE]
-            del self.starts[:ENTRIES_PER_PAGE]
-        if partial and len(self.pending) > self.partial_written:
-            self._write_page(io, len(self.pending), self.data_end)
-            self.partial_written = len(self.pending)
+            del self.pending[:count]
+            del self.starts[:count]
+        late = limit - self.indexed_end >= WALK_BYTES_MAX
+        if (partial or late) and count > self.partial_written:
+            self._write_page(io, count, self._end_of(count))
+            self.partial_written = count
+
+    def _listable(self, limit: int) -> int:
+        """How many of the pending entries may go to the next page."""
+        count = min(len(self.pending), ENTRIES_PER_PAGE)
+        while count and self._end_of(count) > limit:
+            count -= 1
+        return count
+
+    def _end_of(self, count: int) -> int:
+        """Where the first `count` pending extents end."""
+        return self.starts[count] if count < len(self.starts) else self.data_end
 
     def _write_page(self, io: Storage, count: int, stop: int) -> None:
         page = IndexPage(
             self.sequence, self.nonce, self.pages, self.epoch, self.covered, stop, b"".join(self.pending[:count])
         ).pack()
         write_fully(io, self.fd, [aligned_page(page)], self.size - (self.pages + 1) * PAGE)
+        self.indexed_end = stop
 
     def restore_pending(self, entries: list[IndexEntry]) -> None:
         """Set what recovery found after the last full index page, so that appending can go on."""

@@ -5,8 +5,9 @@ pages from the end of the file, in windows; each one says which range of the fil
 one) and everything behind the last page are walked header by header. The walk ends at the first page that is no header of
 this very region, or of an earlier epoch: nothing behind that was ever acknowledged as part of the region.
 
-The extents of the last group found by walking may be torn (the process died inside the write that held header and payload),
-so their payloads are verified here; all others were complete when their successor was begun, or are caught on load.
+An extent found by walking may be torn: the process or the host died inside the write that held header and payload. So the
+payloads of all of them are read and verified (index pages keep that below 64 MiB a region); a torn one is passed over, and an
+older record of its identity stays alive. Extents listed in an index page are verified when they are loaded.
 Failure: OSError goes up; bad bytes only shorten the answer. Concurrency: any thread, the region being held by the caller.
 """
 
@@ -47,14 +48,16 @@ class Scan:
     walked: list[IndexEntry] = field(default_factory=list)
     """Entries found by walking headers."""
     data_end: int = PAGE
+    indexed_end: int = PAGE
+    """Where the extents listed in index pages end."""
     epoch: int = 0
     full_pages: int = 0
     covered: int = PAGE
     """Where the entries that are in no full index page begin."""
     damaged_pages: int = 0
     """Index pages that could not be used although others follow them."""
-    group: int = 0
-    """Offset of the first extent of the last group walked."""
+    torn: int = 0
+    """Extents with a sound header whose payload is not the one that was written."""
 
     def entries(self) -> list[IndexEntry]:
         """All entries, in no particular order."""
@@ -92,11 +95,9 @@ def scan_region(io: Storage, source: Source, pool: BufferPool) -> Scan:
         at = page.covers_to
         if page.count == ENTRIES_PER_PAGE:
             scan.full_pages, scan.covered = page.number + 1, at
-    scan.data_end = at
+    scan.indexed_end = at
     scan.indexed = _sound(np.frombuffer(b"".join(blocks), ENTRY_DTYPE), source)
-    walked = len(scan.walked)
     scan.data_end = _walk(io, source, scan, pool, at, source.size)
-    _drop_torn(io, source, scan, walked, pool)
     return scan
 
 
@@ -166,26 +167,18 @@ def _walk(io: Storage, source: Source, scan: Scan, pool: BufferPool, start: int,
             size = extent_bytes(header.length)
             if at + size > stop:
                 break
-            scan.walked.append(header.entry(0))
+            entry = header.entry(0)
+            if verify_payload(io, source, entry, pool) is False:
+                scan.torn += 1
+            else:
+                scan.walked.append(entry)
             scan.epoch = max(scan.epoch, header.epoch)
-            scan.group = header.group
             at += size
     return at
 
 
 def _follows(header: ExtentHeader, source: Source, scan: Scan, at: int) -> bool:
     return header.region == source.sequence and header.nonce == source.nonce and header.offset == at and header.epoch >= scan.epoch
-
-
-def _drop_torn(io: Storage, source: Source, scan: Scan, keep: int, pool: BufferPool) -> None:
-    """Verify the payloads of the last group that was walked; the first torn one ends the region."""
-    tail = [number for number in range(keep, len(scan.walked)) if scan.walked[number].offset >= scan.group]
-    for number in tail:
-        entry = scan.walked[number]
-        if extent_bytes(entry.length) <= _VERIFY_MAX + PAGE and verify_payload(io, source, entry, pool) is not True:
-            del scan.walked[number:]
-            scan.data_end = entry.offset
-            return
 
 
 def verify_payload(io: Storage, source: Source, entry: IndexEntry, pool: BufferPool) -> bool | None:

@@ -36,9 +36,9 @@ class Syncer:
         with region.sync_lock:
             if region.synced >= target:
                 return
-            covered = region.writes
+            covered, end = region.writes, region.data_end
             self._io.fdatasync(region.fd)
-            region.synced = covered
+            region.synced, region.stable_end = covered, end
 
     def sync_regions(self, regions: Iterable[Region]) -> dict[Region, OSError]:
         """Sync several, and the folder if names in it changed; the regions that could not be synced."""

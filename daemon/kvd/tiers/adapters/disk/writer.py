@@ -43,8 +43,6 @@ LARGE_BYTES = 4 << 20
 _BOUNCE_BYTES = 4 << 20
 _FAILURES_MAX = 3
 
-RegionMaker = Callable[[int], Region]
-
 
 @dataclass(slots=True)
 class Draft:
@@ -77,11 +75,19 @@ class Writer:
     """Appends drafts to the lanes of one store."""
 
     def __init__(
-        self, io: Storage, catalog: Catalog, make_region: RegionMaker, direct: DirectIO, pool: BufferPool, hasher: Executor
-    ):
+        self,
+        io: Storage,
+        catalog: Catalog,
+        make_region: Callable[[int], Region],
+        sync_region: Callable[[Region], None],
+        direct: DirectIO,
+        pool: BufferPool,
+        hasher: Executor,
+    ) -> None:
         self._io = io
         self._catalog = catalog
         self._make_region = make_region
+        self._sync_region = sync_region
         self._direct = direct
         self._pool = pool
         self._hasher = hasher
@@ -150,10 +156,7 @@ class Writer:
 
     def _seal(self, region: Region) -> None:
         """Close a region (out of its lanes, owned by us) for appends; a failed index page is only a slower recovery."""
-        try:
-            region.write_index(self._io, partial=True)
-        except OSError:
-            self._catalog.counters.io_errors += 1
+        self._finish_index(region)
         with self._catalog.changed:
             self._catalog.seal_locked(region)
             region.writes += 1
@@ -252,7 +255,7 @@ class Writer:
         with self._pool.lend(2 * len(group) * PAGE + bounced) as scratch:
             bounce_at = 2 * len(group) * PAGE
             for number, draft in enumerate(group):
-                header = self._header(region, draft, offset, start, payload_checksum(draft.data))
+                header = self._header(region, draft, offset, payload_checksum(draft.data))
                 page = scratch[number * PAGE : (number + 1) * PAGE]
                 _fill(page, header.pack(), draft.data if draft.inline else None)
                 parts.append(page)
@@ -282,7 +285,7 @@ class Writer:
                     write_fully(self._io, region.fd, parts, offset + PAGE)
                 else:
                     self._write_bounced(region, draft, offset + PAGE)
-                header = self._header(region, draft, offset, offset, checksum.result())
+                header = self._header(region, draft, offset, checksum.result())
                 _fill(scratch[:PAGE], header.pack(), None)
                 write_fully(self._io, region.fd, [scratch[:PAGE]], offset)
         finally:
@@ -303,10 +306,10 @@ class Writer:
         """Whether the value can be written from where it lies."""
         return not self._direct.ok or address(draft.data) % self._direct.memory_align == 0
 
-    def _header(self, region: Region, draft: Draft, offset: int, group: int, checksum: bytes) -> ExtentHeader:
+    def _header(self, region: Region, draft: Draft, offset: int, checksum: bytes) -> ExtentHeader:
         return ExtentHeader(
             region.sequence, region.nonce, offset, draft.sequence, len(draft.data), draft.expires_ns, draft.identity, checksum,
-            self._catalog.clock_ns(), group, region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0,
+            self._catalog.clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0,
         )  # fmt: skip
 
     # -- end -------------------------------------------------------------------------------------------------------------
@@ -314,12 +317,18 @@ class Writer:
     def close(self) -> None:
         """Write what is left of the index of every open region. The store is quiet by now."""
         for region in self.open_regions():
-            try:
-                region.write_index(self._io, partial=True)
-                region.writes += 1
-            except OSError:
-                self._catalog.counters.io_errors += 1
+            self._finish_index(region)
+            region.writes += 1
         self._lanes.clear()
+
+    def _finish_index(self, region: Region) -> None:
+        """Write the last index page; where that fails, the next start walks headers instead."""
+        try:
+            if region.durable:
+                self._sync_region(region)
+            region.write_index(self._io, partial=True)
+        except OSError:
+            self._catalog.counters.io_errors += 1
 
 
 def _fill(page: memoryview, header: bytes, inline: memoryview | None) -> None:
