@@ -34,11 +34,17 @@ def gather(state: PoolState, root: Path) -> dict[str, Any]:
         body["limits"] = [tables.entry(LimitEntry(one.after_bytes, one.by, one.at_ns, "unknown")) for one in chain]
         body["first_limit_bytes"] = chain[0].before_bytes if chain else None
         found = peers.likely_owners(state.name)
+        folder = peers.worker_folder(state.name)
+        body["worker_sockets"] = None
+        if folder is not None:
+            there, bound = peers.worker_sockets(folder)
+            body["worker_sockets"] = {"path": str(folder), "sockets": there, "bound": bound}
         body["likely_owners"] = [
             {"pid": one.pid, "command": one.command, "found_by": one.found_by, "prealloc_off": one.prealloc_off} for one in found
         ]
     else:
         body["first_limit_bytes"] = None
+        body["worker_sockets"] = None
         body["likely_owners"] = []
     body["gpus"] = _gpus(state)
     body["notes"] = peers.quirks(state.reading) if state.owner is None else []
@@ -80,6 +86,9 @@ def render(state: PoolState, body: dict[str, Any]) -> list[str]:
         facts.append(("GPU" if gpu["of_this_pool"] else "GPU here", f"{gpu['index']} {gpu['name']} {gpu['uuid']}{room}"))
     for peer in body["likely_owners"][:3]:
         facts.append(("likely", f"pid {peer['pid']} ({peer['found_by']}): {printable(peer['command'])[:80]}"))
+    if sockets := body["worker_sockets"]:
+        bound = f"{sockets['bound']} of {sockets['sockets']} sockets bound here"
+        facts.append(("workers", f"{printable(sockets['path'])}: {bound}"))
     file = body["file"]
     age = format_duration(max(time.time() - reading.mtime_ns / 1e9, 0.0))
     facts.append(("file", f"{printable(file['path'])}, mode {file['mode']}, uid {file['uid']}, last written {age} ago"))

@@ -127,3 +127,24 @@ def _command(proc: Path, pid: int) -> str:
         return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
+
+
+def worker_folder(name: str, *, temporary: Path = Path("/tmp")) -> Path | None:  # noqa: S108 - kvcached's choice
+    """The folder of kvcached's worker sockets for segment `name`, if there is one. They are looked at, never spoken to."""
+    import uuid
+
+    folder = temporary / f"kvcached-tp-{name}-{uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]}"
+    try:
+        return folder if folder.is_dir() and not folder.is_symlink() else None
+    except OSError:
+        return None  # a name too long for such a folder
+
+
+def worker_sockets(folder: Path, *, proc: Path = Path("/proc")) -> tuple[int, int]:
+    """How many worker sockets lie in `folder`, and how many of them a process of this network namespace listens on."""
+    there = {str(path) for path in folder.rglob("w*.sock")}
+    try:
+        lines = (proc / "net/unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        lines = []
+    return len(there), len(there & {line.split(" ")[-1] for line in lines})

@@ -4,7 +4,7 @@ JSON keys are an API: `ipc`, `limit_bytes`, `used_bytes` come first and mean wha
 follow. What is not known is null, never a guess. Tables are for people: sizes in IEC units, a word beside every colour.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,8 @@ def entry(one: LimitEntry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(states: Sequence[PoolState]) -> list[tuple[str, ...]]:
-    """Cells for the segments, coloured where stdout takes colour."""
-    return [row(state) for state in states]
-
-
 def row(state: PoolState) -> tuple[str, ...]:
-    """Cells for one segment."""
+    """Cells for one segment, coloured where stdout takes colour."""
     reading = state.reading
     return (
         printable(state.name),
@@ -108,6 +103,17 @@ def percent(reading: PoolReading) -> str:
     return paint(f"{value:.1f} %", "good" if value < 50 else "warn" if value < 80 else "bad")
 
 
-def render(states: Sequence[PoolState]) -> list[str]:
-    """The table of `kvctl list`."""
-    return table(HEADER, rows(states), right=RIGHT)
+def owned_by(state: PoolState) -> str:
+    """Who owns the segment, for people: 'vllm pid 812', '-' where nothing says it."""
+    if state.owner is None or not state.owner.pid:
+        return "-"
+    return printable(f"{state.owner.info.engine or 'pid'} {state.owner.pid}")
+
+
+def render(states: Sequence[PoolState], extra: Mapping[str, Sequence[str]] | None = None) -> list[str]:
+    """The table of `kvctl list`: a column of owners where any is known, then those of `extra` (heading to cells)."""
+    columns = dict(extra or {})
+    if any(state.owner is not None and state.owner.pid for state in states):
+        columns = {"Owner": [owned_by(state) for state in states], **columns}
+    lines = [(*row(state), *(cells[i] for cells in columns.values())) for i, state in enumerate(states)]
+    return table((*HEADER, *columns), lines, right=RIGHT)

@@ -14,7 +14,7 @@ from typing import Self
 
 from kvtools.ctl import tables
 from kvtools.errors import KvError, UsageError
-from kvtools.output import emit, emit_json, paint, printable, table
+from kvtools.output import emit, emit_json, paint, printable
 from kvtools.segments import pool
 from kvtools.segments.owner import PoolState, judge
 from kvtools.units import format_size
@@ -91,10 +91,8 @@ class Watch:
         return states, problems
 
     def _lines(self, states: list[PoolState], problems: list[dict[str, str]]) -> list[str]:
-        header = (*tables.HEADER, "Change")
-        rows = [(*tables.row(state), self._change(state)) for state in states]
         lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {len(states)} segment{'s' * (len(states) != 1)} in {self._root}"]
-        lines += table(header, rows, right=(*tables.RIGHT, len(tables.HEADER))) if rows else ["none"]
+        lines += tables.render(states, {"Change": [self._change(state) for state in states]}) if states else ["none"]
         return lines + [paint(printable(f"{p['ipc']}: {p['error']}"), "bad") for p in problems]
 
     def _change(self, state: PoolState) -> str:

@@ -167,6 +167,8 @@ def test_live_stale_and_unknown(kvctl: Kvctl, shm: Path) -> None:
     assert (body["ours"]["state"], body["ours"]["owner_pid"], body["ours"]["engine"]) == ("live", engine.pid, "vllm")
     assert (body["ours"]["start_capacity_bytes"], body["ours"]["page_bytes"], body["theirs"]["state"]) == (GiB, MiB, "unknown")
     assert "live: its owner holds the lock on its owner file" in kvctl("show", "ours").stdout
+    table = [line.split() for line in kvctl("list").stdout.splitlines()]
+    assert [line[-2:] for line in table] == [["State", "Owner"], ["vllm", str(engine.pid)], ["unknown", "-"]]
     end(engine)
     assert {s["ipc"]: s["state"] for s in kvctl("list", "--json").json()["segments"]} == {"ours": "stale", "theirs": "unknown"}
     assert f"pid {engine.pid} is gone" in kvctl("show", "ours").stdout

@@ -1,7 +1,9 @@
 """What is learned about kvcached's engines from outside, on a made-up /proc; and kvctl's own journal."""
 
 import os
+import socket
 import stat
+import uuid
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,18 @@ def test_quirks_are_said_by_name(name: str, limit: int, used: int, said: str) ->
 
 def test_an_ordinary_segment_has_none() -> None:
     assert peers.quirks(pool.PoolReading("VLLM_MODEL_1", 5, 3, 1, 0)) == []
+
+
+def test_worker_sockets_are_counted_and_not_spoken_to(tmp_path: Path) -> None:
+    assert peers.worker_folder("VLLM", temporary=tmp_path) is None
+    folder = tmp_path / f"kvcached-tp-VLLM-{str(uuid.uuid5(uuid.NAMESPACE_DNS, 'VLLM'))[:8]}"
+    folder.mkdir()
+    assert peers.worker_folder("VLLM", temporary=tmp_path) == folder
+    with socket.socket(socket.AF_UNIX) as bound, socket.socket(socket.AF_UNIX) as gone:
+        bound.bind(str(folder / "w0.sock"))
+        gone.bind(str(folder / "w1.sock"))
+        gone.close()
+        assert peers.worker_sockets(folder) == (2, 1)
 
 
 def change(root: Path, limit: int, file: Path) -> pool.LimitChange:
