@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,14 @@ class Client:
     def __init__(self, gate: Gate, base: str, session: aiohttp.ClientSession) -> None:
         self.gate, self.base, self.session = gate, base, session
 
-    async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any, dict[str, str]]:
+    async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
         method = options.pop("method", "GET" if body is None else "POST")
         async with self.session.request(method, self.base + path, json=body, **options) as answer:
             text = await answer.read()
             kind = answer.content_type
-            return answer.status, await answer.json() if kind == "application/json" else text, dict(answer.headers)
+            return answer.status, await answer.json() if kind == "application/json" else text, answer.headers.copy()
 
-    async def complete(self, model: str = "tiny", prompt: str = "hi", **fake: Any) -> tuple[int, Any, dict[str, str]]:
+    async def complete(self, model: str = "tiny", prompt: str = "hi", **fake: Any) -> tuple[int, Any, Mapping[str, str]]:
         stream = fake.pop("stream", False)
         return await self.ask("/v1/completions", {"model": model, "prompt": prompt, "stream": stream, "fake": fake})
 
@@ -69,17 +69,18 @@ async def running_gate(path: Path, *, wait: bool = True) -> AsyncIterator[Client
     gate = Gate(config)
     gate.start()
     server = new_server(gate)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+    # As uvicorn's own `serve`, without its loop that looks ten times a second whether it should stop.
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup(sockets=[sock])
     base = f"http://127.0.0.1:{sock.getsockname()[1]}"
     try:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             client = Client(gate, base, session)
-            await eventually(lambda: server.started)
             if wait:
                 for name in config.models:
                     await eventually(lambda name=name: client.machine(name).state is not State.STARTING)
             yield client
     finally:
-        server.should_exit = True
-        await task
+        await server.shutdown(sockets=[sock])
         await gate.stop()

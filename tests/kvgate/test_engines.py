@@ -78,11 +78,11 @@ def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_engine_that_is_not_ready_in_time_is_ended_and_tried_again(tmp_path: Path) -> None:
-    slow = instance("slow", tmp_path, args="--start-delay 60", ready_timeout_seconds=0.3)
+    slow = instance("slow", tmp_path, args="--start-delay 60", ready_timeout_seconds=0.8)
     with gate(tmp_path, instances=[slow]) as running:
         running.until(lambda: len(notes(tmp_path, "slow")) == 2)
         assert not alive(notes(tmp_path, "slow")[0]["pid"])
-        assert "did not serve within 0.3 s" in running.ask("/models")[1]["models"]["slow"]["last_error"]
+        assert "did not serve within 0.8 s" in running.ask("/models")[1]["models"]["slow"]["last_error"]
 
 
 STUBBORN = """
