@@ -6,6 +6,7 @@ control   exists, leases and single values beside that floor
 arena     batches of values through the daemon beside plain copies
 disk      the disk tier beside raw O_DIRECT
 ttft      time to first token: cold, warm from disk, the engine's own cache (needs .venv-vllm)
+kvtop     what the dashboard costs
 startup   what a command costs before it does anything
 report    the table, RESULTS.md, results.json and the README's block
 

@@ -1,7 +1,7 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, arena, control, disk, ttft
+    --only NAME    this measurement (repeatable): startup, arena, control, disk, kvtop, ttft
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -40,6 +40,18 @@ def _control(quick: bool) -> Iterator[Result]:
         yield from control.measure(client, quick=quick)
 
 
+def _disk(quick: bool) -> Iterator[Result]:
+    from tests.bench import disk
+
+    yield from disk.measure(quick=quick)
+
+
+def _kvtop(quick: bool) -> Iterator[Result]:
+    from tests.bench import kvtop
+
+    yield from kvtop.measure(quick=quick)
+
+
 @contextlib.contextmanager
 def _daemon(max_bytes: str) -> Iterator[Daemon]:
     daemon = Daemon(max_bytes=max_bytes)
@@ -49,7 +61,13 @@ def _daemon(max_bytes: str) -> Iterator[Daemon]:
         daemon.remove()
 
 
-MEASUREMENTS: dict[str, Callable[[bool], Iterator[Result]]] = {"startup": _startup, "arena": _arena, "control": _control}
+MEASUREMENTS: dict[str, Callable[[bool], Iterator[Result]]] = {
+    "startup": _startup,
+    "arena": _arena,
+    "control": _control,
+    "disk": _disk,
+    "kvtop": _kvtop,
+}
 
 
 def main() -> int:
