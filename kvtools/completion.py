@@ -14,6 +14,7 @@ import typer
 from typer._click.core import Command
 from typer._click.exceptions import ClickException
 from typer._click.shell_completion import CompletionItem, _resolve_context, _resolve_incomplete
+from typer.models import TyperPath
 
 from kvtools.cli import COMMANDS, DebugOption, VersionOption, new_app
 from kvtools.errors import UsageError
@@ -104,4 +105,6 @@ def items_for(command: Command, prog: str, before: list[str], typed: str) -> lis
         items: list[CompletionItem] = thing.shell_complete(context, typed)
     except ClickException:
         return []
+    if not items and isinstance(getattr(thing, "type", None), TyperPath):
+        return [CompletionItem(typed, type="file")]  # Typer leaves paths to the shell and says so to nobody
     return items

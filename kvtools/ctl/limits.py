@@ -63,7 +63,7 @@ def decide(state: PoolState, requested_bytes: int, *, takes_limits: bool = True,
     info = state.owner.info if state.owner and not state.owner.error else None
     if info and info.start_capacity_bytes and requested_bytes > info.start_capacity_bytes:
         decision.notes.append(f"lowered to the engine's capacity, {format_size(info.start_capacity_bytes)}: more cannot be met")
-    elif info and decision.limit_bytes != requested_bytes:
+    elif info and 0 < decision.limit_bytes != requested_bytes:
         decision.notes.append(
             f"rounded down to {format_size(decision.limit_bytes)} ({decision.limit_bytes} B), whole pages of "
             f"{format_size(info.page_bytes)}"
@@ -84,7 +84,8 @@ def _fitted(state: PoolState, requested: int) -> int:
 def _note_takers(decision: Decision, takes_limits: bool) -> None:
     state = decision.state
     if state.state == "stale":
-        decision.notes.append(f"no engine owns this segment any more ({state.evidence}): nobody will take the limit up")
+        story = state.owner.story if state.owner else state.evidence
+        decision.notes.append(f"no engine owns this segment any more ({story}): nobody will take the limit up")
     elif state.owner is None:
         decision.notes.append("its engine does not say when it takes a limit up: kvcached's does at its next allocation")
         if not takes_limits:
@@ -97,8 +98,11 @@ def _find_unsafe(decision: Decision) -> None:
     reading = decision.state.reading
     if decision.limit_bytes == 0:
         less = "" if decision.requested_bytes == 0 else f"{format_size(decision.requested_bytes)} is less than one page: "
-        decision.unsafe.append(f"{less}a limit of 0 leaves the engine no memory for requests, and kvcached's engines ignore it")
-    elif decision.limit_bytes < reading.used_bytes and decision.limit_bytes < reading.limit_bytes:
+        ignored = ", and kvcached's engines ignore it" if decision.state.owner is None else ""
+        decision.unsafe.append(f"{less}a limit of 0 leaves the engine no memory for requests{ignored}")
+    elif (
+        decision.state.state != "stale" and decision.limit_bytes < reading.used_bytes and decision.limit_bytes < reading.limit_bytes
+    ):
         over = format_size(reading.used_bytes - decision.limit_bytes)
         decision.unsafe.append(
             f"{format_size(reading.used_bytes)} are in use, {over} more than that: the engine will preempt requests until it is met"

@@ -140,10 +140,24 @@ def candidates(before: str, text: str) -> list[str]:
         words = shlex.split(before)
     except ValueError:
         return []
-    found = [item.value for item in items_for(cli.load(TARGET), "kvctl", words, text)]
+    items = items_for(cli.load(TARGET), "kvctl", words, text)
+    if any(item.type in {"file", "dir"} for item in items):
+        return _files(text)
+    found = [item.value for item in items]
     if not words:
         found += [word for word in ("exit", "help", "quit") if word.startswith(text)]
     return [f"{shlex.quote(word)} " for word in found]
+
+
+def _files(text: str) -> list[str]:
+    """Files that begin with `text`; a folder keeps its place open with a slash."""
+    folder, _, start = text.rpartition("/")
+    try:
+        there = sorted(Path(folder + "/" if "/" in text else ".").expanduser().iterdir())
+    except (OSError, RuntimeError):
+        return []
+    lead = f"{folder}/" if "/" in text else ""
+    return [shlex.quote(f"{lead}{path.name}") + ("/" if path.is_dir() else " ") for path in there if path.name.startswith(start)]
 
 
 def _history_file() -> Path | None:

@@ -106,7 +106,14 @@ def test_completion_of_commands_options_and_names(shm: Path, monkeypatch: pytest
     assert shell.candidates("show ", "a") == ["'a b' "]
     assert shell.candidates("limit VLLM_1 ", "--w") == ["--wait "]
     assert shell.candidates("frobnicate ", "x") == []
+    assert shell.candidates("apply ", f"{shm}/VLLM_1") == [f"{shm}/VLLM_1 "]
+    assert shell.candidates("apply ", str(shm)) == [f"{shm}/"]
+    assert shell.candidates("apply ", "/none/x") == []
     assert shell.candidates("show 'open ", "x") == []
+
+
+def test_paths_complete_as_files_in_the_system_shell() -> None:
+    assert run_cli("kvctl", "apply", "pl", env={"KVTOOLS_COMPLETE": "1"}).stdout == "*files\n"
 
 
 def talk(shm: Path, state: Path, *turns: tuple[str, str]) -> tuple[int, str]:
