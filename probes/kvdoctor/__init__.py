@@ -4,7 +4,10 @@ Collect, judge and render are strictly apart, so that a captured host is a test 
 
 facts      one typed, versioned, JSON-serialisable document about a host
 collect/   files, commands and system calls -> facts              parse/   text -> facts, pure
-rules/     facts -> results, pure                                 verdict  results -> verdicts, causes, next step
-report     results -> text                                        api      all of it without the command line
-app        the command
+rules/     facts -> results, pure                                 results  a rule's answer, a whole report
+verdict    results -> verdicts, causes, next step                 report   results -> text
+explain    what a check means (explain.toml)                      fix      results -> a script, printed only
+capture    a host -> a directory (redact replaces what is private)
+diff       two captures -> what differs                           prove    real I/O, asked for
+api        all of it without the command line                     app      the command
 """

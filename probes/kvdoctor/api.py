@@ -42,7 +42,7 @@ def collect_host(
     return collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
 
 
-def collect_capture(folder: str | Path, paths: Sequence[str] = ()) -> Facts:
+def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: Any = None) -> Facts:
     """Facts of a captured host: a directory with root/, cmd/ and case.json. Raises NotFound or UsageError for anything else."""
     from kvdoctor.collect.host import collect
     from kvdoctor.collect.source import Source
@@ -53,7 +53,11 @@ def collect_capture(folder: str | Path, paths: Sequence[str] = ()) -> Facts:
         raise NotFound(f"no such capture: {home}", hint="kvdoctor capture DIR writes one")
     if not (home / "root").is_dir() and not (home / "cmd").is_dir():
         raise UsageError(f"not a capture: {home} holds neither root/ nor cmd/", hint="kvdoctor capture DIR writes one")
-    return collect(Source(home / "root", commands=home / "cmd"), paths=paths, case=read_case(home))
+    case = read_case(home)
+    told = case.get("denied")
+    denied = {str(path): str(why) for path, why in told.items()} if isinstance(told, dict) else {}
+    source = Source(home / "root", commands=home / "cmd", complete=case.get("complete") is True, denied=denied, recorder=recorder)
+    return collect(source, paths=paths, case=case)
 
 
 def read_case(home: Path) -> dict[str, Any]:

@@ -10,12 +10,21 @@ from kvdoctor import api
 from kvdoctor.verdict import exit_code
 from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app
 from kvtools.errors import UsageError
-from kvtools.output import emit_json
+from kvtools.exits import Exit
+from kvtools.output import emit, emit_json, note, paint, printable
 
 HELP = """Can this host do GPU-direct, and if not, which gate is shut? Is the POSIX tier usable?
 
 Looks at the host (nothing is changed, nothing needs root), prints two verdicts and what stands against each. Exits 0 when
 ready, 1 when not ready (or with warnings under --strict), 7 when undetermined or without a GPU."""
+
+PathOption = Annotated[list[str] | None, typer.Option("--path", metavar="DIR", help="A KV directory to judge; repeat for more.")]
+RootOption = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Judge the host whose / is mounted at DIR.")]
+FromOption = Annotated[Path | None, typer.Option("--from", metavar="DIR", help="Judge a capture instead of this host.")]
+DeadlineOption = Annotated[float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the whole look.")]
+AisCheckOption = Annotated[
+    bool, typer.Option("--with-ais-check", help="Run ais-check too (it writes a probe file to every xfs and ext4 mount).")
+]
 
 app = new_app(HELP, callback=False, invoke_without_command=True)
 
@@ -23,34 +32,38 @@ app = new_app(HELP, callback=False, invoke_without_command=True)
 @app.callback(help=HELP)
 def doctor(
     context: typer.Context,
-    path: Annotated[
-        list[str] | None, typer.Option("--path", metavar="DIR", help="A KV directory to judge; repeat for more.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="ID", help="Only this check or group (storage, gpu.driver).")
-    ] = None,
+    path: PathOption = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="ID", help="Only this check or group (storage).")] = None,
     skip: Annotated[list[str] | None, typer.Option("--skip", metavar="ID", help="Leave out this check or group.")] = None,
-    root: Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Judge the host whose / is mounted at DIR.")] = None,
-    from_: Annotated[Path | None, typer.Option("--from", metavar="DIR", help="Judge a capture instead of this host.")] = None,
+    root: RootOption = None,
+    from_: FromOption = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on warnings too.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every check, with its evidence.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the commands that mend it, as a script; nothing is run.")] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="Do real I/O below each path, and remove it again.")] = False,
+    with_ais_check: AisCheckOption = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every check, with its evidence.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing: the exit status is the answer.")] = False,
-    deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the whole run.")
-    ] = 20.0,
+    deadline: DeadlineOption = 20.0,
     json: JsonOption = False,
     debug: DebugOption = False,
     version: VersionOption = False,
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    if root is not None and from_ is not None:
-        raise UsageError("--root and --from exclude each other", hint="--root is a mounted host, --from a capture")
+    check_options(root, from_, prove=prove, fix=fix, json=json)
     check_names([*(only or []), *(skip or [])])
-    facts = look(path or [], root=root, capture=from_, deadline_s=deadline, show_progress=not quiet and not json)
+    show_progress = not quiet and not json
+    facts = look(path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=show_progress)
+    if prove:
+        _prove(facts, show_progress=show_progress)
     report = api.judge(facts, only=only or [], skip=skip or [])
     if json:
         emit_json("kvdoctor.report/1", report.to_json())
+    elif fix:
+        from kvdoctor.fix import script
+
+        for line in script(report):
+            emit(line)
     elif not quiet:
         from kvdoctor.report import show
 
@@ -58,23 +71,62 @@ def doctor(
     raise typer.Exit(exit_code(report, strict=strict))
 
 
-def look(paths: list[str], *, root: Path | None, capture: Path | None, deadline_s: float, show_progress: bool) -> api.Facts:
-    """Facts from where the options say."""
-    if capture is not None:
-        return api.collect_capture(capture, paths)
+def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: bool, json: bool) -> None:
+    """Refuse options that contradict each other. Raises UsageError."""
+    if root is not None and capture is not None:
+        raise UsageError("--root and --from exclude each other", hint="--root is a mounted host, --from a capture")
     if root is not None and not root.is_dir():
         raise UsageError(f"--root {root} is not a directory", hint="bind-mount the host's / there, read-only")
+    if prove and (capture is not None or root is not None):
+        raise UsageError("--prove does real I/O, which only the live host can", hint="run kvdoctor --prove --path DIR on that host")
+    if fix and json:
+        raise UsageError("--fix prints a script and --json a report", hint="with --json each result carries its commands")
+
+
+def look(
+    paths: list[str],
+    root: Path | None,
+    capture: Path | None,
+    *,
+    deadline_s: float,
+    with_ais_check: bool = False,
+    show_progress: bool = False,
+    recorder: object = None,
+) -> api.Facts:
+    """Facts from where the options say."""
+    if capture is not None:
+        return api.collect_capture(capture, paths, recorder=recorder)
     from kvdoctor.report import progress
 
     draw = progress(sys.stderr)
     try:
-        return api.collect_host(root or "/", paths, deadline_s=deadline_s, progress=draw if show_progress else None)
+        return api.collect_host(
+            root or "/",
+            paths,
+            deadline_s=deadline_s,
+            with_ais_check=with_ais_check,
+            progress=draw if show_progress else None,
+            recorder=recorder,
+        )
+    finally:
+        draw.done()
+
+
+def _prove(facts: api.Facts, *, show_progress: bool) -> None:
+    from kvdoctor.prove import prove
+    from kvdoctor.report import progress
+
+    draw = progress(sys.stderr)
+    try:
+        prove(facts, progress=draw if show_progress else None)
     finally:
         draw.done()
 
 
 def check_names(words: list[str]) -> None:
-    """Refuse names that are neither a check nor a group, with the nearest that is."""
+    """Refuse names that are neither a check nor a group, with the nearest that is. Raises UsageError."""
+    if not words:
+        return
     from kvdoctor.rules.base import registry
 
     known = list(registry())
@@ -87,3 +139,92 @@ def check_names(words: list[str]) -> None:
             raise UsageError(
                 f"no check or group {word!r}", hint=f"did you mean {near[0]}?" if near else "kvdoctor explain lists them all"
             )
+
+
+@app.command()
+def explain(
+    check: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="A check, such as storage.journal; none lists them all.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a check means, what it reads, what misleads, and where its rule comes from."""
+    from kvdoctor import explain as text
+
+    if check is None:
+        if json:
+            from kvdoctor.rules.base import registry
+
+            emit_json("kvdoctor.checks/1", {"checks": [text.document(item) for item in registry().values()]})
+            return
+        for line in text.listing():
+            emit(line)
+        return
+    found = text.find(check)
+    if json:
+        emit_json("kvdoctor.check/1", text.document(found))
+        return
+    for line in text.explain(found):
+        emit(line)
+
+
+@app.command()
+def capture(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    path: PathOption = None,
+    root: RootOption = None,
+    from_: FromOption = None,
+    redact: Annotated[
+        bool, typer.Option("--redact/--no-redact", help="Replace names, addresses and serials (on by default).")
+    ] = True,
+    with_ais_check: AisCheckOption = False,
+    deadline: DeadlineOption = 20.0,
+) -> None:
+    """Write this host as a directory that --from judges anywhere with the same result."""
+    from kvdoctor.capture import Recording, write_capture
+
+    check_options(root, from_, prove=False, fix=False, json=False)
+    recording = Recording()
+    facts = look(
+        path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=True, recorder=recording
+    )
+    write_capture(recording, facts, folder, redact=redact)
+    emit(str(folder))
+    note(f"judge it anywhere: kvdoctor --from {folder}" + ("" if redact else "    (not redacted: it holds names and addresses)"))
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A capture.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    facts: Annotated[bool, typer.Option("--facts", help="Show every fact that differs, not only checks.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Compare two captures: what differs in verdicts, checks and facts. Exits 1 when something does."""
+    from dataclasses import asdict
+
+    from kvdoctor.diff import compare_facts, compare_reports
+
+    left, right = api.collect_capture(before), api.collect_capture(after)
+    one, other = api.judge(left), api.judge(right)
+    checks, changed = compare_reports(one, other), compare_facts(left, right)
+    if json:
+        overall = {"before": [one.verdict, one.posix], "after": [other.verdict, other.posix]}
+        body: dict[str, object] = {
+            "overall": overall,
+            "checks": [asdict(item) for item in checks],
+            "facts": [asdict(item) for item in changed],
+        }
+        emit_json("kvdoctor.diff/1", body)
+    else:
+        for word, a, b in (("GPU-direct", one.verdict, other.verdict), ("POSIX tier", one.posix, other.posix)):
+            emit(f"{word}: {a}" if a == b else f"{word}: {a} -> {b}")
+        for item in checks:
+            emit(f"{item.before:>7} -> {item.after:<7} {paint(item.id, 'bold')} {printable(item.scope)}")
+            emit(f"{'':19}{printable(item.before_observed) or '-'}")
+            emit(f"{'':19}{printable(item.after_observed) or '-'}")
+        for fact in changed if facts else []:
+            emit(printable(f"{fact.path}: {fact.before} -> {fact.after}"))
+        if changed and not facts:
+            note(f"{len(changed)} facts differ: --facts shows them")
+    raise typer.Exit(Exit.FAILED if checks or one.verdict != other.verdict or one.posix != other.posix else Exit.OK)

@@ -281,6 +281,34 @@ class DirectIo:
 
 
 @dataclass
+class Proof:
+    """What a real direct write and read below a path gave (only with --prove)."""
+
+    bytes: int = 0
+    write_bytes_per_s: float | None = None
+    """The fsync at its end included."""
+    read_bytes_per_s: float | None = None
+    fsync_s: float | None = None
+    direct: bool = False
+    same: bool | None = None
+    error: str = ""
+
+
+@dataclass
+class GpuProof:
+    """What a strict GPU-direct write and read below a path gave. `counted` is bytes the kernel saw as peer DMA."""
+
+    library: str
+    bytes: int = 0
+    write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    counted: int | None = None
+    same: bool | None = None
+    error: str = ""
+    step: str = ""
+
+
+@dataclass
 class KvPath:
     """One folder that holds, or is to hold, KV files."""
 
@@ -304,6 +332,8 @@ class KvPath:
     journal_source: str = ""
     direct: DirectIo | None = None
     want: int | None = None
+    proof: Proof | None = None
+    gpu_proof: GpuProof | None = None
 
 
 @dataclass
@@ -380,6 +410,7 @@ class Nvidia:
     cufile_path: str = ""
     cufile_error: int | None = None
     cufile_error_line: str = ""
+    devices_tried: bool = False
     devices_denied: list[str] = field(default_factory=list)
 
 
@@ -398,8 +429,10 @@ class SegmentFact:
     name: str
     kind: str = ""
     health: str = ""
-    """ok, stale (its writer is gone), frozen (no heartbeat), superseded, broken."""
+    """ok, stale (its writer is gone), frozen (no heartbeat), broken (unreadable), unknown (another tool's)."""
     detail: str = ""
+    age_s: float | None = None
+    """Seconds since its writer's last heartbeat."""
     values: dict[str, float] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import WORST, Report, Result
-from kvdoctor.rules.base import Check, registry
+from kvdoctor.rules.base import Check, no_gpu, registry
 from kvtools.exits import Exit
 
 DRIVER_FOLLOWS = (
@@ -43,6 +43,7 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("storage.nfs", ("storage.fs", "storage.backing")),
     ("storage.backing", ("ais.iofail", "ais.tool", "nv.raid")),
     ("storage.odirect", ("storage.align",)),
+    ("storage.selfcheck", ("ais.proof",)),
     ("storage.numa", ("gpu.numa",)),
     ("kernel.acs", ("p2p.topology",)),
     ("nv.driver_open", ("nv.p2pmem", "nv.gdscheck", "nv.regkeys")),
@@ -72,7 +73,7 @@ def judge(
             _label(one, item, cost)
             results.append(one)
     report = Report(
-        verdict=overall(results),
+        verdict="no-gpu" if no_gpu(facts) else overall(results),
         posix=posix(results),
         results=results,
         selected=len(chosen) < len(registry()),
@@ -144,8 +145,9 @@ def link_causes(results: list[Result]) -> list[str]:
             same = "host" in scopes or item.scope == "host" or item.scope in scopes or not item.scope.startswith("/")
             # A mere doubt explains no failure.
             enough = weight >= WORST.index(item.status) or item.id == "ais.tool"
-            if explained and same and enough and item.bad and not item.caused_by and item.id != cause:
-                item.caused_by = _root(cause, results)
+            root = _root(cause, results)
+            if explained and same and enough and item.bad and not item.caused_by and item.id not in (cause, root):
+                item.caused_by = root
     order = {need: rank for rank, need in enumerate(("R", "P", "i"))}
     roots = [item for item in results if item.bad and not item.caused_by]
     roots.sort(key=lambda item: (-WORST.index(item.status) if item.status != "unknown" else -2.5, order[item.need]))

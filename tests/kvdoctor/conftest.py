@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvtools.cli import run as run_command
+from tests.support.processes import Ran
+
 CASES = Path(__file__).parents[1] / "cases" / "doctor"
 
 
@@ -54,6 +57,23 @@ def lay_out(case: Path, out: Path) -> dict[str, Any]:
 
 def case_folders() -> list[Path]:
     return sorted(path for path in CASES.iterdir() if (path / "manifest.json").exists())
+
+
+@pytest.fixture
+def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Run kvdoctor in this process, through the same edge as the console script: (status, stdout, stderr)."""
+
+    def run(*words: str | Path, env: dict[str, str] | None = None) -> Ran:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            with pytest.raises(SystemExit) as stop:
+                run_command("kvdoctor", "kvdoctor.app:app", [str(word) for word in words])
+        streams = capsys.readouterr()
+        return Ran(int(stop.value.code or 0), streams.out, streams.err)
+
+    return run
 
 
 @pytest.fixture

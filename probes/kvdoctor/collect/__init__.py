@@ -6,5 +6,7 @@ environment  container, privileges, virtual machine        gpu      PCI GPUs, li
 kernel       options, symbols, IOMMU, ACS, log             driver   amdgpu: loaded, on disk, dkms, Secure Boot
 rocm         ROCm, HIP, hipFile                            nvidia   GPUDirect Storage
 storage      mounts, block stacks, journal, direct I/O     limits   shm, memlock, open files, cgroup memory
-engines      vLLM, LMCache, kvd, console scripts           host     `collect`: all of it, in order
+engines      vLLM, LMCache, kvd, console scripts           segments pool and stats segments in shared memory
+host         `collect`: all of it, in order                pathprobe  system calls on a KV path, run as a child
+proof_disk   real direct I/O, run as a child by --prove    proof_gpu  the same between GPU memory and a file
 """

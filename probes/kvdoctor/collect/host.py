@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvdoctor.collect import driver, engines, environment, gpu, kernel, limits, nvidia, rocm, storage
+from kvdoctor.collect import driver, engines, environment, gpu, kernel, limits, nvidia, rocm, segments, storage
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Facts
 from kvdoctor.parse.aischeck import parse_ais_check
@@ -36,7 +36,7 @@ def collect(
     say = progress or (lambda _: None)
     case = case or {}
     facts = Facts(case=str(case.get("case", "")), context=str(case.get("context", "live" if not source.root else "root")))
-    facts.partial = not source.live and not case.get("complete", False)
+    facts.partial = not source.whole
     facts.files_captured = source.is_folder("/proc") or source.is_folder("/sys")
     facts.env = _environ(source, case)
     say("processes")
@@ -75,6 +75,7 @@ def collect(
     facts.limits = limits.collect_limits(source, capabilities=facts.environment.capabilities, daemon_group=group, arena=arena)
     facts.engines = engines.collect_engines(source, scanned)
     facts.scripts = engines.collect_scripts(source)
+    facts.segments = segments.collect_segments(source)
     say("tools")
     _gather_tools(source, facts)
     facts.denied = dict(source.denied)

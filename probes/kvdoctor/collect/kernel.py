@@ -142,8 +142,9 @@ def collect_log(source: Source) -> KernelLog | None:
         run = source.answer("dmesg")
         if run is None or run.state != "ok" or run.rc != 0:
             return None
-        told = source.value("log", dict) or {}
-        whole = told.get("whole")
+        told = source.value("log", dict)
+        told = told if isinstance(told, dict) else {}
+        whole = told.get("whole") if isinstance(told.get("whole"), bool) else None
         return klog.parse_kernel_log(run.out, source=str(told.get("source", "dmesg")), whole=whole)
     read, name = _read_kmsg(source), "/dev/kmsg"
     body, whole = read or ("", None)
@@ -158,7 +159,7 @@ def collect_log(source: Source) -> KernelLog | None:
     if source.recorder:
         from kvdoctor.facts import ToolRun
 
-        kept = [line for line in body.splitlines() if re.search(r"amdgpu|AIS|ecure ?boot|rejected|nvidia|Linux version", line)]
+        kept = [line for line in body.splitlines() if re.search(r"amdgpu|AIS|ecure ?boot|rejected|nvidia", line)]
         source.recorder.tool(ToolRun(key="dmesg", out="\n".join(kept) + "\n"))
         source.recorder.value("log", {"whole": log.whole, "source": name})
     return log

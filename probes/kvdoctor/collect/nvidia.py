@@ -40,13 +40,15 @@ def collect_nvidia(source: Source, env: dict[str, str]) -> Nvidia:
     if text := source.read(path, 1 << 20):
         found.cufile, found.cufile_path = gds.parse_cufile_json(text) or {}, path
     found.cufile_error, found.cufile_error_line = gds.parse_cufile_log(source.captured("cufile.log") or "")
-    if source.live:
-        found.devices_denied = [
-            f"/dev/{name}"
-            for name in source.names("/dev")
-            if re.fullmatch(r"nvidia(\d+|ctl)", name) and not os.access(f"/dev/{name}", os.R_OK | os.W_OK)
-        ]
+    answer = source.value("nvidia-devices", lambda: _devices_denied(source))
+    if isinstance(answer, list):
+        found.devices_tried, found.devices_denied = True, [str(node) for node in answer]
     return found
+
+
+def _devices_denied(source: Source) -> list[str]:
+    nodes = [f"/dev/{name}" for name in os.listdir(source.host_path("/dev")) if re.fullmatch(r"nvidia(\d+|ctl)", name)]  # noqa: PTH208
+    return [node for node in sorted(nodes) if not os.access(source.host_path(node), os.R_OK | os.W_OK)]
 
 
 def _nvidia_fs(source: Source, found: Nvidia) -> None:

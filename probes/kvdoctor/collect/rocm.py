@@ -15,7 +15,7 @@ SYSTEM_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib")
 
 def collect_rocm(source: Source, env: dict[str, str]) -> Rocm:
     """What ROCm there is, newest tree named by ROCM_PATH or /opt/rocm first."""
-    found = Rocm(looked=source.live)
+    found = Rocm(looked=source.whole)
     trees = [
         tree for tree in dict.fromkeys([env.get("ROCM_PATH", ""), "/opt/rocm", *_opt(source)]) if tree and source.is_folder(tree)
     ]
@@ -29,8 +29,7 @@ def collect_rocm(source: Source, env: dict[str, str]) -> Rocm:
                 folders.append(f"{tree}/{name}/lib")
                 if not found.version:
                     found.version, found.version_path = name.removeprefix("core-"), f"{tree}/{name}"
-    if source.live:
-        _python(source, found, folders)
+    _python(source, found, folders)
     seen: set[str] = set()
     for folder in [*folders, *SYSTEM_FOLDERS]:
         names = source.names(folder)
@@ -66,18 +65,28 @@ def _version(source: Source, tree: str, found: Rocm) -> None:
 
 def _python(source: Source, found: Rocm, folders: list[str]) -> None:
     """Python packages of this interpreter: the pip wheels of ROCm and the hipFile binding."""
+    answer = source.value("python-packages", _packages)
+    if not isinstance(answer, dict):
+        return
+    found.hipfile_python = str(answer.get("hipfile", ""))
+    if answer.get("rocm"):
+        folders.append(f"{answer.get('rocm_folder')}/lib")
+        if not found.version:
+            found.version, found.version_path = str(answer["rocm"]), str(answer.get("rocm_folder"))
+
+
+def _packages() -> dict[str, str]:
     from importlib import metadata
 
+    found = {"hipfile": "", "rocm": "", "rocm_folder": ""}
     for name in ("rocm-sdk-core", "rocm"):
         try:
-            version = metadata.version(name)
+            found["rocm"] = found["rocm"] or metadata.version(name)
+            found["rocm_folder"] = found["rocm_folder"] or str(metadata.distribution(name).locate_file("_rocm_sdk_core"))
         except metadata.PackageNotFoundError:
             continue
-        place = str(metadata.distribution(name).locate_file("_rocm_sdk_core"))
-        folders.append(f"{place}/lib")
-        if not found.version:
-            found.version, found.version_path = version, place
     try:
-        found.hipfile_python = metadata.version("hipfile")
+        found["hipfile"] = metadata.version("hipfile")
     except metadata.PackageNotFoundError:
-        found.hipfile_python = ""
+        pass
+    return found

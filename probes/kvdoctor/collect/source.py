@@ -28,6 +28,8 @@ from kvdoctor.facts import ToolRun
 
 MAX_READ = 4 << 20
 MAX_LINKS = 40
+SELF = ("/proc/self", "/proc/thread-self")
+"""Links that mean this process: kept as they are written, so that a capture can be read by another."""
 
 
 class Recorder(Protocol):
@@ -39,6 +41,7 @@ class Recorder(Protocol):
     def denied(self, path: str, reason: str) -> None: ...
     def tool(self, run: ToolRun) -> None: ...
     def value(self, key: str, value: Any) -> None: ...
+    def command_file(self, name: str, text: str) -> None: ...
 
 
 class Source:
@@ -49,6 +52,8 @@ class Source:
         root: str | Path = "/",
         *,
         commands: Path | None = None,
+        complete: bool = False,
+        denied: dict[str, str] | None = None,
         run_tools: bool = True,
         deadline_s: float = 20.0,
         tool_deadline_s: float = 5.0,
@@ -59,8 +64,10 @@ class Source:
         self.commands = commands
         self.live = commands is None
         self.run_tools = run_tools and self.live
+        self.whole = self.live or complete
+        """Whether what is not there was really not there: a hand-made capture proves nothing by what it lacks."""
         self.recorder = recorder
-        self.denied: dict[str, str] = {}
+        self.denied: dict[str, str] = dict(denied or {})
         self.runs: dict[str, ToolRun] = {}
         self._tool_deadline_s = tool_deadline_s
         self._clock = clock
@@ -101,6 +108,8 @@ class Source:
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
+        if path in SELF:
+            return None
         if path not in self._links:
             try:
                 self._links[path] = os.readlink(self.root + path)  # noqa: PTH115 - the hot path of every run
@@ -252,17 +261,20 @@ class Source:
     def _run(self, key: str, argv: list[str], limit: float) -> None:
         self.runs[key] = tools.run(key, argv, limit)
 
-    def answer(self, key: str) -> ToolRun | None:
+    def answer(self, key: str, *, record: bool = True) -> ToolRun | None:
         """What a command printed, or None where it was not run (or is not in the capture)."""
         if not self.live:
-            return self._recorded(key)
+            known = self._recorded(key)
+            if known and self.recorder and record:
+                self.recorder.tool(known)
+            return known
         thread = self._threads.get(key)
         if thread is None:
             return None
         # The thread ends by itself at its own deadline; this bound only guards against a bug there.
         thread.join(self.remaining() + tools.GRACE_S + 1.0)
         run = self.runs.get(key) or ToolRun(key=key, state="abandoned")
-        if self.recorder:
+        if self.recorder and record:
             self.recorder.tool(run)
         return run
 
@@ -292,16 +304,22 @@ class Source:
 
     def captured(self, name: str) -> str | None:
         """A file of a capture's cmd/ folder by its whole name (lspci-acs.out, engine.log); None on a live host."""
-        return None if self.live else self._command_file(name)
+        text = None if self.live else self._command_file(name)
+        if text is not None and self.recorder:
+            self.recorder.command_file(name, text)
+        return text
 
     def value(self, key: str, ask: Callable[[], Any]) -> Any:
         """The answer of a system call as a JSON value: `ask()` on this machine, KEY.json in a capture, None where neither."""
         if not self.live:
             text = self._command_file(f"{key}.json")
             try:
-                return None if text is None else json.loads(text)
+                known = None if text is None else json.loads(text)
             except ValueError:
                 return None
+            if known is not None and self.recorder:
+                self.recorder.value(key, known)
+            return known
         try:
             found = ask()
         except OSError as error:

@@ -40,7 +40,7 @@ def collect_paths(source: Source, paths: list[tuple[str, str]], want: int | None
     found = []
     for path, origin in paths:
         kv = KvPath(path=path, origin=origin, want=want)
-        kv.mount = mount_of(source.real(path) if source.live else path, mounts)
+        kv.mount = mount_of(source.real(path), mounts)
         if kv.mount:
             _stack(source, kv, kv.mount)
             _journal(source, kv, kv.mount)
@@ -59,7 +59,7 @@ def _probed(source: Source, paths: list[str]) -> dict[str, dict[str, object]]:
             return {path: recorded[path] for path in paths if isinstance(recorded.get(path), dict)}
         single = source.value("statx", dict)
         return {paths[0]: {"direct": single}} if paths and isinstance(single, dict) else {}
-    run = source.answer("pathprobe")
+    run = source.answer("pathprobe", record=False)
     found: dict[str, dict[str, object]] = {}
     for line in run.out.splitlines() if run else []:
         try:
@@ -163,7 +163,7 @@ def _walk(source: Source, real: str, stack: list[Block], depth: int) -> None:
         slave = source.real(f"{real}/slaves/{name}")
         block.slaves.append(name)
         # The kernel's walk opens the node of each slave in the caller's own /dev.
-        if source.live and not source.exists(f"/dev/{name}"):
+        if source.whole and not source.exists(f"/dev/{name}"):
             block.slave_nodes_missing.append(name)
         _walk(source, slave, stack, depth + 1)
 

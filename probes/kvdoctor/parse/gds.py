@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_COMMA = re.compile(r",(\s*[}\]])")
+_COMMA = re.compile(r'("(?:[^"\\]|\\.)*")|,(\s*[}\]])')
 _GPU = re.compile(r"^\s*GPU index \d+ .*$", re.MULTILINE)
 
 
@@ -41,7 +41,9 @@ def gdscheck_kernel(text: str) -> str:
 
 def parse_cufile_json(text: str) -> dict[str, str] | None:
     """cufile.json flattened to dotted names and lower-case words; comments and trailing commas are its normal style."""
-    plain = _COMMA.sub(r"\1", _COMMENT.sub(lambda found: found[1] or "", text))
+    # Strings are matched first in both patterns, so that what looks like a comment or a comma inside one stays.
+    plain = _COMMENT.sub(lambda found: found[1] or "", text)
+    plain = _COMMA.sub(lambda found: found[1] or found[2], plain)
     try:
         document = json.loads(plain)
     except (ValueError, RecursionError):

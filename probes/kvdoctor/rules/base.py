@@ -27,6 +27,7 @@ GROUPS = {
     "rocm": "ROCm",
     "nv": "NVIDIA GDS",
     "storage": "Storage",
+    "proof": "Proof",
     "limits": "Limits",
     "cfg": "Configuration",
     "kvd": "kvd",
@@ -50,10 +51,10 @@ CHECKS: dict[str, Check] = {}
 
 
 def group_of(check_id: str) -> str:
-    """The group of an id: its first part, but for the driver's and the topology's."""
+    """The group of an id: its first part, but for the driver's, the topology's and the proofs'."""
     if check_id.startswith("gpu.driver."):
         return "driver"
-    return "kernel" if check_id == "p2p.topology" else check_id.split(".", 1)[0]
+    return {"p2p.topology": "kernel", "storage.selfcheck": "proof", "ais.proof": "proof"}.get(check_id, check_id.split(".", 1)[0])
 
 
 def check(check_id: str, need: Need, title: str) -> Callable[[Callable[[Facts], Answer]], Callable[[Facts], Answer]]:
@@ -69,7 +70,7 @@ def check(check_id: str, need: Need, title: str) -> Callable[[Callable[[Facts], 
 
 MODULES = (
     *("environment", "gpu", "driver", "ais", "kernel", "rocm", "nvidia"),
-    *("storage", "backing", "directio", "limits", "config", "health"),
+    *("storage", "backing", "directio", "proof", "limits", "config", "health"),
 )
 
 

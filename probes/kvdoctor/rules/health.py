@@ -1,13 +1,14 @@
 """kvd and the segments in shared memory, as their own numbers say."""
 
-from kvdoctor.facts import Facts
+from kvdoctor.facts import Facts, SegmentFact
 from kvdoctor.results import Result, file_evidence
 from kvdoctor.rules.base import SHM, check, result, skip
+from kvtools.units import format_size
 
 BAD = {
     "stale": "its writer is gone",
     "frozen": "its writer is there and no longer beats: it hangs",
-    "broken": "it cannot be read as what its name says",
+    "broken": "it cannot be read",
 }
 
 
@@ -15,36 +16,93 @@ BAD = {
 def segments(facts: Facts) -> Result | list[Result]:
     """Every pool and stats segment: readable, its writer alive, its heart beating."""
     if not facts.segments:
-        return skip("no segment of this toolkit in /dev/shm")
+        return skip("no segment of this toolkit in shared memory")
     found = []
     for segment in facts.segments:
-        scope, evidence = segment.name, [file_evidence(f"{SHM}/{segment.name}", segment.detail)]
-        if segment.health in BAD:
-            fix = "kvctl prune removes it." if segment.health == "stale" else "Look at that process; kvctl list shows the segment."
-            found.append(result("warn", f"{segment.kind}: {BAD[segment.health]}", fix=fix, scope=scope, evidence=evidence))
-        else:
-            found.append(result("pass", f"{segment.kind}: {segment.detail or segment.health}", scope=scope, evidence=evidence))
+        evidence = [file_evidence(f"{SHM}/{segment.name}", segment.detail)]
+        what = segment.kind if segment.kind in ("pool", "segment", "folder") else f"{segment.kind} segment"
+        if segment.health not in BAD:
+            found.append(result("pass", f"{what}: {segment.detail}", scope=segment.name, evidence=evidence))
+            continue
+        told = BAD[segment.health] + (
+            f" (last beat {segment.age_s:.0f} s ago)" if segment.health == "frozen" and segment.age_s else ""
+        )
+        fix = {
+            "stale": "kvctl prune removes what dead processes left.",
+            "frozen": "Look at that process: kvd why, py-spy dump, or its log.",
+            "broken": "kvctl show names what is wrong with it.",
+        }[segment.health]
+        commands = ["kvctl prune"] if segment.health == "stale" else []
+        found.append(
+            result("warn", f"{segment.name}: {what}, {told}", fix=fix, commands=commands, scope=segment.name, evidence=evidence)
+        )
     return found
 
 
 @check("kvd.health", "i", "kvd")
 def kvd(facts: Facts) -> Result | list[Result]:
-    """Counters of running daemons that should be zero: corrupt values, open breakers, write extents in quarantine."""
+    """Counters of running daemons that should be zero, and hit rates that say that nothing is reused."""
     daemons = [segment for segment in facts.segments if segment.kind == "kvd" and segment.health == "ok"]
     if not daemons:
         return skip("no running kvd publishes its numbers here")
+    return [_daemon(daemon) for daemon in daemons]
+
+
+def _total(segment: SegmentFact, name: str) -> int:
+    """A metric over all its labels."""
+    return int(sum(value for key, value in segment.values.items() if key == name or key.startswith(name + "{")))
+
+
+def _daemon(daemon: SegmentFact) -> Result:
+    told = []
+    if count := _total(daemon, "corruptions_total"):
+        told.append(f"{count} values came back damaged from a tier and were dropped")
+    if count := _total(daemon, "tier_breaker_open"):
+        told.append(f"{count} tier{'s are' if count > 1 else ' is'} cut off after errors")
+    if count := _total(daemon, "tier_io_errors_total"):
+        told.append(f"{count} failed reads and writes in tiers")
+    if count := _total(daemon, "evictions_unwritten_total"):
+        told.append(f"{count} values were dropped before a broken tier had taken them")
+    if told:
+        return result(
+            "warn",
+            "; ".join(told),
+            fix="kvd stats and kvd why name the tier and the error.",
+            commands=["kvd stats", "kvd why"],
+            scope=daemon.name,
+        )
+    gets, hits = _total(daemon, "gets_total"), _total(daemon, "hits_total")
+    used, limit = _total(daemon, "arena_bytes_used"), _total(daemon, "arena_bytes_limit")
+    rate = f"{100 * hits / gets:.0f} % of {gets} reads hit" if gets else "no reads yet"
+    if gets >= 1000 and hits == 0:
+        return result(
+            "warn",
+            f"{rate}: nothing that is asked for was ever stored",
+            why="Engines that hash differently, or namespaces that do not match, never meet.",
+            fix="See cfg.hashseed; kvd keys shows the namespaces.",
+            scope=daemon.name,
+        )
+    return result("pass", f"{rate}, arena {format_size(used)} of {format_size(limit)}", scope=daemon.name)
+
+
+@check("kvd.direct", "i", "GPU-direct in use")
+def direct(facts: Facts) -> Result | list[Result]:
+    """Connectors count the requests that could not go direct, by reason."""
+    connectors = [segment for segment in facts.segments if segment.kind == "connector" and segment.health == "ok"]
+    if not connectors:
+        return skip("no engine with the connector publishes its numbers here")
     found = []
-    for daemon in daemons:
-        told = []
-        values = daemon.values
-        if count := int(values.get("corruptions_total", 0)):
-            told.append(f"{count} values failed their checksum and were dropped")
-        if count := int(values.get("breakers_open", 0)):
-            told.append(f"{count} tiers are cut off after errors")
-        if told:
+    for connector in connectors:
+        fallbacks = {
+            key: int(value) for key, value in connector.values.items() if key.startswith("direct_fallback_total") and value
+        }
+        if fallbacks:
+            told = ", ".join(f"{count} ({key.partition('{')[2].rstrip('}') or 'no reason'})" for key, count in fallbacks.items())
             found.append(
-                result("warn", "; ".join(told), fix="kvd stats and kvd why name the tier and the error.", scope=daemon.name)
+                result(
+                    "warn", f"requests fell back to the CPU: {told}", fix="The failed checks above say why.", scope=connector.name
+                )
             )
         else:
-            found.append(result("pass", "no corrupt value, no tier cut off", scope=daemon.name))
+            found.append(result("pass", "no fallback counted", scope=connector.name))
     return found

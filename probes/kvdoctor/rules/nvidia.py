@@ -84,7 +84,7 @@ def devices(facts: Facts) -> Result:
             f"no permission on {', '.join(denied)}",
             fix="Start the container with its GPUs (--gpus all), or mend the nodes' mode.",
         )
-    return result("pass", "openable") if facts.context == "live" else skip("device nodes can be tried only on the live host")
+    return result("pass", "openable") if facts.nvidia.devices_tried else skip("device nodes can be tried only on the live host")
 
 
 @check("nv.driver_open", "R", "Open kernel module")

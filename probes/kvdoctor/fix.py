@@ -1,0 +1,26 @@
+"""--fix: the commands that mend root causes, as a shell script on stdout. It is printed and never run."""
+
+from collections.abc import Iterable
+
+from kvdoctor.results import Report
+from kvtools.output import printable
+
+
+def script(report: Report) -> Iterable[str]:
+    """Lines of the script: comments say what each block mends; what needs a person's hands stays a comment."""
+    yield "#!/bin/sh"
+    yield "# Printed by kvdoctor --fix; nothing of this was run. Read it, keep what you mean, run it as root."
+    causes = [item for check_id in report.roots for item in report.by_id(check_id) if item.bad and not item.caused_by]
+    causes = [item for item in causes if item.fix or item.commands]
+    if not causes:
+        yield "# Nothing to mend."
+        return
+    for number, item in enumerate(causes, 1):
+        yield ""
+        where = "" if item.scope == "host" else f" ({printable(item.scope)})"
+        yield f"# {number}. {item.id}{where}, {item.status}: {printable(item.observed)}"
+        if item.fix:
+            yield f"#    {printable(item.fix)}"
+        for follower in dict.fromkeys(other.id for other in report.results if other.caused_by == item.id):
+            yield f"#    follows from it: {follower}"
+        yield from item.commands

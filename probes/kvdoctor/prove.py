@@ -1,0 +1,103 @@
+"""--prove: real I/O below each KV path, asked for explicitly; everything it makes is gone when it ends.
+
+Two children do the work, each with a deadline, so that a frozen file system or a wedged driver costs time and nothing else:
+`proof_disk` writes and reads with O_DIRECT on a nameless file (it never has a name to leave behind), `proof_gpu` does the
+same through hipFile or cuFile in strict mode, in a scratch file that is removed here if its child could not. Their answers
+become facts (`KvPath.proof`), which rules judge like all others: `storage.selfcheck` and `ais.proof`.
+"""
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.collect import tools
+from kvdoctor.facts import Facts, GpuProof, KvPath, Proof
+
+DISK_BYTES = 1 << 30
+DISK_DEADLINE_S = 45.0
+GPU_DEADLINE_S = 30.0
+
+
+def prove(facts: Facts, *, size: int = DISK_BYTES, progress: Callable[[str], None] | None = None) -> None:
+    """Fill `proof` of every path of `facts` that can be written."""
+    say = progress or (lambda _: None)
+    for path in facts.paths:
+        if path.exists is False or path.writable is False or path.hung:
+            continue
+        say(f"{path.path}: writing and reading")
+        path.proof = disk(path, size)
+        if facts.gpus:
+            say(f"{path.path}: GPU-direct")
+            path.gpu_proof = gpu(path, "hipfile" if facts.amd else "cufile", facts.rocm.hipfile_libraries, facts.rocm.hip_libraries)
+
+
+def child(
+    script: str, arguments: list[str], deadline_s: float, environ: dict[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The last JSON line a proof printed, and what went wrong with the child itself ('' when nothing)."""
+    argv = [sys.executable, "-I", str(Path(__file__).with_name("collect") / script), *arguments]
+    run = tools.run(script, argv, deadline_s, environ=environ)
+    answer: dict[str, Any] = {}
+    for line in run.out.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            answer.update(found)
+    if run.state in ("hung", "abandoned"):
+        where = f" (pid {run.pid}, state {run.proc_state}, in {run.wchan})" if run.state == "abandoned" else ""
+        return answer, f"{run.state} after {run.seconds:.1f} s{where}"
+    if run.rc != 0 and "error" not in answer:
+        last = run.err.strip().splitlines()[-1] if run.err.strip() else ""
+        return answer, f"ended with {run.rc}" + (f": {last[:200]}" if last else "")
+    return answer, ""
+
+
+def disk(path: KvPath, size: int) -> Proof:
+    """Direct write and read of `size` bytes (less where little is free), with rates and a comparison of every byte."""
+    room = path.free if path.free is not None else size
+    bounded = max(16 << 20, min(size, room // 20)) & ~((1 << 20) - 1)
+    answer, trouble = child("proof_disk.py", [path.path, str(bounded)], DISK_DEADLINE_S)
+    return Proof(
+        bytes=int(answer.get("bytes") or 0),
+        write_bytes_per_s=_number(answer, "write_bytes_per_s"),
+        read_bytes_per_s=_number(answer, "read_bytes_per_s"),
+        fsync_s=_number(answer, "fsync_s"),
+        direct=answer.get("direct") is True,
+        same=answer.get("same") if isinstance(answer.get("same"), bool) else None,
+        error=trouble or str(answer.get("error") or ""),
+    )
+
+
+def _number(answer: dict[str, Any], name: str) -> float | None:
+    value = answer.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def gpu(path: KvPath, library: str, hipfile: list[str], hip: dict[str, bool]) -> GpuProof:
+    """A strict GPU-direct write and read below the path."""
+    scratch = Path(path.path) / f".kvdoctor-prove-{os.getpid()}-{secrets.token_hex(6)}"
+    arguments = [library, str(scratch)]
+    if library == "hipfile":
+        arguments += [hipfile[0] if hipfile else "libhipfile.so", next(iter(hip), "libamdhip64.so")]
+    # Strict: what the libraries would quietly copy through the CPU becomes an error.
+    strict = {"HIPFILE_ALLOW_COMPAT_MODE": "false", "CUFILE_ALLOW_COMPAT_MODE": "false", "CUFILE_FORCE_COMPAT_MODE": "false"}
+    try:
+        answer, trouble = child("proof_gpu.py", arguments, GPU_DEADLINE_S, strict)
+    finally:
+        scratch.unlink(missing_ok=True)  # a killed child could not
+    return GpuProof(
+        library=library,
+        bytes=int(answer.get("bytes") or 0),
+        write_bytes_per_s=_number(answer, "write_bytes_per_s"),
+        read_bytes_per_s=_number(answer, "read_bytes_per_s"),
+        counted=int(answer["counted"]) if isinstance(answer.get("counted"), int) else None,
+        same=answer.get("same") if isinstance(answer.get("same"), bool) else None,
+        error=trouble or str(answer.get("error") or ""),
+        step=str(answer.get("step") or ""),
+    )
