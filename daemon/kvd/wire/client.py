@@ -94,7 +94,7 @@ class Client:
         self._ahead.stop()
         link, self._link = self._link, None
         if link is not None:
-            if serials := self._ahead.give_back():
+            if link.pid == os.getpid() and (serials := self._ahead.give_back()):
                 link.tell(p.Abort(0, serials))
             link.close()
 
@@ -311,14 +311,14 @@ class Client:
     def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bool]:
         """Which keys are there, in the arena or a tier that can tell. Counts neither hit nor miss."""
         space = self._space(namespace)
-        request_keys = list(keys)
+        request_keys = check_keys(keys)
         flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys), p.Flags)).flags
         return list(map(bool, flags))
 
     def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[str | bytes] | None = None, pin_s: float = 0.0) -> PrefixResult:
         """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given."""
         spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
-        request = p.Prefix(0, spaces, list(keys), int(pin_s * 1000))
+        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000))
         found = self._again(lambda link: link.call(request, p.PrefixFound))
         return PrefixResult(found.length, found.token or None)
 
@@ -334,18 +334,18 @@ class Client:
 
     def prefetch(self, keys: Sequence[bytes], *, deadline_s: float = 30.0, namespace: str | bytes | None = None) -> int:
         """Bring values up from tiers; how many had arrived by the deadline."""
-        request = p.Prefetch(0, self._space(namespace), list(keys), int(deadline_s * 1000))
+        request = p.Prefetch(0, self._space(namespace), check_keys(keys), int(deadline_s * 1000))
         return self._again(lambda link: link.call(request, p.Count, deadline_s + self.timeout_s)).count
 
     def flush(self, keys: Sequence[bytes] | None = None, *, timeout_s: float | None = None) -> str:
         """Wait until what was put has reached the tiers; the weakest durability there: none, group or fsync."""
         timeout = self.timeout_s if timeout_s is None else timeout_s
-        request = p.Flush(0, self.namespace, list(keys or ()), int(timeout * 1000))
+        request = p.Flush(0, self.namespace, check_keys(keys or ()), int(timeout * 1000))
         return DURABILITY[self._again(lambda link: link.call(request, p.Done, timeout + 1)).durability]
 
     def delete(self, keys: Sequence[bytes], *, arena_only: bool = False, namespace: str | bytes | None = None) -> int:
         """Forget values everywhere (or in the arena only); how many there were."""
-        request = p.Delete(0, self._space(namespace), list(keys), arena_only)
+        request = p.Delete(0, self._space(namespace), check_keys(keys), arena_only)
         return self._again(lambda link: link.call(request, p.Count, self.timeout_s + 5)).count
 
     def clear(self, *, arena_only: bool = False, all_namespaces: bool = False, namespace: str | bytes | None = None) -> int:

@@ -172,6 +172,8 @@ class Connection:
             self.tell(p.Ping(0))
 
     def _send(self, request: p.Request) -> None:
+        if self.pid != os.getpid():
+            raise Disconnected("the connection belongs to the process this one was forked from")
         try:
             frame = p.encode(request)
             if self._to_release:
@@ -309,7 +311,11 @@ class Connection:
         self.mapping.allow_writing(fd)
 
     def close(self) -> None:
-        """Hang up and wake everybody who waits."""
+        """Hang up and wake everybody who waits. In a fork, only this process's descriptor goes: the connection is the parent's."""
+        if self.pid != os.getpid():
+            self.closed = True
+            self._socket.close()
+            return
         with self._state:
             if self.closed:
                 return
