@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,8 +55,12 @@ def in_turn(job: Callable[[], object], floor: Callable[[], object], *, rounds: i
     return statistics.median(times), statistics.median(floors), ratio
 
 
-def median_of(job: Callable[[], object], *, rounds: int) -> float:
-    """Median seconds of a call, after some calls to warm up."""
-    for _ in range(min(50, rounds)):
-        job()
-    return statistics.median(seconds(job) for _ in range(rounds))
+def medians(jobs: Sequence[Callable[[], object]], *, rounds: int) -> list[float]:
+    """Median seconds of one call of each job, for jobs of microseconds: a hundred calls of each in turn, `rounds` times."""
+    times: list[list[float]] = [[] for _ in jobs]
+    for turn in range(rounds + 1):
+        for kept, job in zip(times, jobs, strict=True):
+            some = [seconds(job) for _ in range(100)]
+            if turn:  # the first turn warms up
+                kept += some
+    return [statistics.median(kept) for kept in times]
