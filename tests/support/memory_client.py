@@ -83,7 +83,7 @@ class MemoryClient:
         self._called("claim")
         return MemoryLease([])
 
-    def write(self, sizes: Sequence[int]) -> MemoryLease:
+    def write(self, sizes: Sequence[int], *, wait_s: float) -> MemoryLease:
         self._called("write")
         if self.full:
             raise NoRoom("the arena is full")

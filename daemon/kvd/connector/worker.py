@@ -139,7 +139,8 @@ class Worker:
 
     def _write(self, index: int, namespace: bytes, save: Save, moves: Sequence[Move], client: Any) -> None:
         sizes = [self._mover.value_bytes(index, len(move.blocks[index])) for move in moves]
-        with client.write(sizes) as lease:
+        # No waiting for a tier to make room: what finds none is not stored, and the step goes on.
+        with client.write(sizes, wait_s=0.0) as lease:
             for move, view in zip(moves, lease.views, strict=True):
                 self._mover.gather(index, move.blocks[index], view)
             results = lease.commit([move.key for move in moves], namespace=namespace, retention=save.retention, ttl_s=save.ttl_s)

@@ -174,12 +174,16 @@ class Client:
             left = [i for i in left if results[i] is None]
             Putter(self, self._writer(), items, views, results, how).run(left)
 
-    def write(self, sizes: Sequence[int], *, timeout_s: float | None = None) -> WriteLease:
-        """Room for these sizes, all of it. Raises NoRoom (too large, arena full of pinned or unwritten values)."""
+    def write(self, sizes: Sequence[int], *, timeout_s: float | None = None, wait_s: float | None = None) -> WriteLease:
+        """Room for these sizes, all of it. Raises NoRoom (too large, arena full of pinned or unwritten values).
+
+        `wait_s`: how long the daemon may wait for a tier to make room (most of the time-out unless given; 0: not at all).
+        """
         timeout = self.timeout_s if timeout_s is None else timeout_s
+        wait_ms = int(timeout * 900 if wait_s is None else wait_s * 1000)
 
         def reserve(link: Connection) -> WriteLease:
-            lent = link.call(p.Reserve(0, list(sizes), int(timeout * 900), partial=False), p.Lent, timeout)
+            lent = link.call(p.Reserve(0, list(sizes), wait_ms, partial=False), p.Lent, timeout)
             return WriteLease(self, link, sizes, lent.serials, lent.offsets)
 
         return self._again(reserve, self._writer)

@@ -1,0 +1,422 @@
+"""The scheduler's side: what is offered, planned and remembered, request by request, without an engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvd.connector.fingerprint import salted
+from kvd.connector.groups import Group
+from kvd.connector.link import Link
+from kvd.connector.plan import RankIdentity, Report
+from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler, Step
+from kvd.connector.settings import read_settings
+from tests.kvd.connector.test_connector_keys import hashes
+from tests.support.memory_client import MemoryClient
+from tests.support.processes import wait_until
+
+FULL = Group(0, 32)
+WINDOW = Group(1, 32, window=127)
+
+
+@dataclass
+class FakeRequest:
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_tokens: int
+    salt: str = ""
+    kv_transfer_params: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool = False
+    num_prompt_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens
+        self.block_hashes = hashes(self.num_tokens, salt=self.salt)
+
+
+class Bench:
+    """A scheduler side over a dict instead of a daemon, and a clock that tests move."""
+
+    def __init__(self, *groups: Group, ranks: int = 1, **options: Any) -> None:
+        self.client = MemoryClient()
+        self.link = Link("lookup", lambda: self.client)
+        self.link.start()
+        wait_until(lambda: self.link.up)
+        self.now = 100.0
+        self.scheduler = Scheduler(
+            read_settings({}, {}),
+            groups or (FULL,),
+            self.link,
+            hash_tokens=32,
+            hash_source=lambda: ("sha256", "00"),
+            clock=lambda: self.now,
+            **options,
+        )
+        self.identities = [
+            RankIdentity(tuple(bytes([rank, group]) * 16 for group in range(len(self.scheduler.groups))), {}, 256)
+            for rank in range(ranks)
+        ]
+        assert self.scheduler.introduce(self.identities, ranks) == ""
+
+    def run(self, request: FakeRequest, computed: int, scheduled: int, table: Sequence[Sequence[int]] | None = None) -> Any:
+        """One step of one request; block i of group g is 1000 * (g + 1) + i unless a table is given."""
+        blocks = -(-(computed + scheduled) // 32)
+        whole = [[1000 * (group.id + 1) + i for i in range(blocks)] for group in self.scheduler.groups]
+        return self.scheduler.plan([Step(request.request_id, computed, scheduled)], lambda _: table or whole)
+
+    def store(self, plan: Any, *, leave_out: int = -1) -> int:
+        """Do what the workers would: put every planned chunk of every rank and group; how many chunks."""
+        count = 0
+        for save in plan.saves:
+            for move in save.moves:
+                for number, namespace in enumerate(ns for identity in self.identities for ns in identity.namespaces):
+                    if number != leave_out:
+                        self.client.values[salted(namespace, save.salt), move.key] = b"x"
+                count += 1
+        return count
+
+    def compute(self, request: FakeRequest, **how: Any) -> int:
+        """A whole prompt in one step, stored."""
+        self.scheduler.arrived(request)
+        return self.store(self.run(request, 0, request.num_tokens), **how)
+
+
+@pytest.fixture
+def bench() -> Iterator[Any]:
+    made: list[Bench] = []
+
+    def make(*groups: Group, **options: Any) -> Bench:
+        made.append(Bench(*groups, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.link.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "hit"),
+    [
+        (1000, 1000, 992),  # the tail chunk
+        (1000, 1001, 992),
+        (1024, 1024, 992),  # never the last token, though the last chunk covers it
+        (1024, 1025, 1024),
+        (600, 1000, 576),  # the tail of a shorter prompt that began like this one
+        (1000, 600, 512),  # a longer prompt's chunk is no help for half of it
+        (31, 31, 0),
+        (33, 33, 32),
+        (256, 256, 224),
+    ],
+)
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "windowed"])
+def test_a_hit_is_what_the_engines_own_cache_would_cover(
+    bench: Any, groups: tuple[Group, ...], stored: int, asked: int, hit: int
+) -> None:
+    one = bench(*groups)
+    one.compute(FakeRequest("a", stored))
+    assert one.scheduler.match(FakeRequest("b", asked), 0) == hit
+
+
+def test_a_hit_counts_from_what_the_engine_has(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1000))
+    assert one.scheduler.match(FakeRequest("b", 1000), 320) == 672
+    assert one.scheduler.match(FakeRequest("c", 1000), 992) == 0
+
+
+@pytest.mark.parametrize("leave_out", [0, 1, 2, 3])
+def test_all_groups_of_all_ranks_hit_together_or_not_at_all(bench: Any, leave_out: int) -> None:
+    one = bench(FULL, WINDOW, ranks=2)
+    one.compute(FakeRequest("a", 1000), leave_out=leave_out)
+    assert one.scheduler.match(FakeRequest("b", 1000), 0) == 0
+
+
+def test_a_gap_ends_the_hit(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    gone = min(one.client.values)
+    tracked = one.scheduler.arrived(FakeRequest("b", 1024))
+    order = [tracked.keys.of(span) for span in tracked.keys.spans(0, 1024)]
+    del one.client.values[gone]
+    assert one.scheduler.match(tracked.request, 0) == 256 * order.index(gone[1])
+
+
+def test_the_answer_is_kept_for_a_second(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    request = FakeRequest("b", 1024)
+    for _ in range(50):
+        assert one.scheduler.match(request, 0) == 992
+    assert one.client.calls["prefix"] == 1
+    one.now += ANSWER_S + 0.1
+    one.client.values.clear()
+    assert one.scheduler.match(request, 0) == 0
+
+
+def test_a_full_hit_is_one_round_trip_and_a_miss_at_most_two(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    one.client.calls.clear()
+    one.scheduler.match(FakeRequest("b", 1024), 0)
+    assert sum(one.client.calls.values()) == 1
+    one.client.calls.clear()
+    one.scheduler.match(FakeRequest("c", 1024, salt="cold"), 0)
+    assert sum(one.client.calls.values()) == 2
+
+
+def test_a_daemon_that_is_gone_is_no_hit_and_asked_no_more(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    one.client.away = True
+    assert one.scheduler.match(FakeRequest("b", 1024), 0) == 0
+    asked = one.client.calls["prefix"]
+    assert one.scheduler.match(FakeRequest("c", 1024), 0) == 0
+    assert one.client.calls["prefix"] == asked
+    assert one.run(FakeRequest("c", 1024), 0, 1024).saves == [], "nothing is saved to a daemon that is not there"
+    one.client.away = False
+    wait_until(lambda: one.link.up, timeout_s=5)
+    assert one.scheduler.match(FakeRequest("d", 1024), 0) == 992
+
+
+def test_chunks_are_saved_in_the_step_that_completes_them(bench: Any) -> None:
+    one = bench()
+    request = FakeRequest("a", 1000)
+    one.scheduler.arrived(request)
+    sizes = []
+    for computed, scheduled in [(0, 200), (200, 200), (400, 400), (800, 200)]:
+        plan = one.run(request, computed, scheduled)
+        sizes.append([len(move.blocks[0]) for save in plan.saves for move in save.moves])
+    assert sizes == [[], [8], [8, 8], [7]]
+    assert [block for save in plan.saves for move in save.moves for block in move.blocks[0]] == list(range(1024, 1031))
+
+
+def test_decoding_saves_a_chunk_when_its_last_token_is_computed(bench: Any) -> None:
+    one = bench()
+    request = FakeRequest("a", 250)
+    one.compute(request)
+    saved = []
+    for tokens in range(251, 260):
+        request.num_tokens = tokens
+        request.block_hashes = one.scheduler.arrived(request).keys.hashes
+        if tokens == 256:
+            one.scheduler.arrived(request).keys.hashes += hashes(256)[7:]
+        if one.run(request, tokens - 1, 1).saves:
+            saved.append(tokens)
+    assert saved == [256]
+
+
+def test_hashes_that_lag_behind_are_waited_for(bench: Any) -> None:
+    # With asynchronous scheduling tokens are in flight before their block has a hash.
+    one = bench()
+    request = FakeRequest("a", 512)
+    whole, request.block_hashes[8:] = list(request.block_hashes), []
+    one.scheduler.arrived(request)
+    assert len(one.run(request, 0, 512).saves[0].moves) == 1
+    request.block_hashes += whole[8:]
+    assert len(one.run(request, 512, 1).saves[0].moves) == 1
+
+
+def test_what_a_look_up_found_is_not_saved_again(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    longer = FakeRequest("b", 1300)
+    assert one.scheduler.match(longer, 0) == 1024
+    one.scheduler.allocated(longer, [list(range(1, 42))], 1024)
+    plan = one.run(longer, 1024, 276)
+    assert [len(move.blocks[0]) for save in plan.saves for move in save.moves] == [8]
+
+
+def test_windows_that_the_engine_gave_up_are_not_saved(bench: Any) -> None:
+    one = bench(FULL, WINDOW)
+    request = FakeRequest("a", 1024)
+    one.scheduler.arrived(request)
+    # A local hit of 992 tokens: the window's blocks before its reach are the null block.
+    table = [list(range(1, 33)), [0] * 27 + [50, 51, 52, 53, 54]]
+    plan = one.run(request, 992, 32, table)
+    moves = [move for save in plan.saves for move in save.moves]
+    assert [move.blocks for move in moves if len(move.blocks[0]) == 8] == [((25, 26, 27, 28, 29, 30, 31, 32), (51, 52, 53, 54))]
+
+
+def test_a_load_names_only_blocks_the_engine_lacks(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    assert one.scheduler.match(request, 320) == 672
+    one.scheduler.allocated(request, [list(range(1, 33))], 672)
+    (load,) = one.run(request, 0, 0).loads
+    assert [move.blocks[0] for move in load.moves] == [
+        (0, 0, 11, 12, 13, 14, 15, 16),
+        tuple(range(17, 25)),
+        tuple(range(25, 32)),
+    ]
+    assert load.token is not None
+
+
+def test_a_windowed_load_reads_only_the_windows_reach(bench: Any) -> None:
+    one = bench(FULL, WINDOW)
+    one.compute(FakeRequest("a", 1500))
+    request = FakeRequest("b", 1500)
+    assert one.scheduler.match(request, 0) == 1472
+    one.scheduler.allocated(request, [list(range(1, 47)), [0] * 42 + [61, 62, 63, 64]], 1472)
+    (load,) = one.run(request, 0, 0).loads
+    assert [any(move.blocks[1]) for move in load.moves] == [False] * 5 + [True]
+    assert load.moves[-1].blocks[1] == (61, 62, 63, 64)
+
+
+@pytest.mark.parametrize(
+    ("table", "external", "why"),
+    [([list(range(1, 10))], 992, "fewer blocks"), ([list(range(1, 60))], 1024, "were offered")],
+)
+def test_a_load_that_cannot_be_planned_is_reported_all_the_same(bench: Any, table: Any, external: int, why: str) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    one.scheduler.match(request, 0)
+    one.scheduler.allocated(request, table, external)
+    (load,) = one.run(request, 0, 0).loads
+    assert why in load.doomed
+
+
+def test_when_planning_fails_accepted_loads_are_still_handed_on(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    one.scheduler.match(request, 0)
+    one.scheduler.allocated(request, [list(range(1, 33))], 992)
+    (load,) = one.scheduler.doomed().loads
+    assert (load.request_id, bool(load.doomed)) == ("b", True)
+
+
+def test_a_request_whose_load_failed_is_never_offered_a_hit_again(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    request = FakeRequest("b", 1024)
+    assert one.scheduler.match(request, 0) == 992
+    one.scheduler.allocated(request, [list(range(1, 33))], 992)
+    (load,) = one.run(request, 0, 0).loads
+    bad = load.moves[1].key
+    one.scheduler.heard(["b"], ["b"], Report({"b": ("a chunk is gone", (bad,))}))
+    assert one.scheduler.match(request, 0) == 0
+    assert one.scheduler.match(FakeRequest("c", 1024), 0) == 256, "and the bad chunk is not offered to others for a while"
+    plan = one.run(request, 0, 1024)
+    assert len(plan.saves[0].moves) == 4, "what is recomputed is offered to the daemon again"
+    one.now += 60
+    one.scheduler.finished("b")
+    assert one.scheduler.match(FakeRequest("b", 1024), 0) == 992, "a later request of the same name starts afresh"
+
+
+def test_the_second_request_of_a_prefix_waits_for_the_first_ones_load(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    first, second = FakeRequest("b", 1024), FakeRequest("c", 1024)
+    one.scheduler.match(first, 0)
+    one.scheduler.allocated(first, [list(range(1, 33))], 992)
+    assert one.scheduler.match(second, 0) is None
+    one.scheduler.heard(["b"], [], Report())
+    assert one.scheduler.match(second, 992) == 0, "by then the engine has the blocks itself"
+
+
+def test_nobody_waits_for_a_load_for_ever(bench: Any) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    first, second, third = (FakeRequest(name, 1024) for name in "bcd")
+    one.scheduler.match(first, 0)
+    one.scheduler.allocated(first, [list(range(1, 33))], 992)
+    assert one.scheduler.match(second, 0) is None
+    one.now += DEFER_S + 0.1
+    assert one.scheduler.match(second, 0) == 992
+    assert one.scheduler.match(third, 0) is None
+    one.scheduler.finished("b")
+    assert one.scheduler.match(third, 0) == 992, "an aborted load holds nobody up"
+
+
+def test_without_a_prefix_cache_of_its_own_nobody_waits(bench: Any) -> None:
+    one = bench(reuse_local=False)
+    one.compute(FakeRequest("a", 1024))
+    first, second = FakeRequest("b", 1024), FakeRequest("c", 1024)
+    one.scheduler.match(first, 0)
+    one.scheduler.allocated(first, [list(range(1, 33))], 992)
+    assert one.scheduler.match(second, 0) == 992
+
+
+def test_retention_ttl_and_tenant_come_with_the_request(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    one = bench()
+    plans = {}
+    for name, parameters in {
+        "none": {"kvd_retention": "none"},
+        "short": {"kvd_retention": "short", "kvd_ttl_seconds": 60},
+        "old": {"infera_retention": "ephemeral", "infera_ttl_seconds": "5"},
+        "tenant": {"kvd_namespace": "them"},
+        "odd": {"kvd_retention": "for ever", "kvd_ttl_seconds": -3},
+    }.items():
+        request = FakeRequest(name, 512, kv_transfer_params=parameters)
+        one.scheduler.arrived(request)
+        plans[name] = one.run(request, 0, 512).saves
+    assert plans["none"] == []
+    assert [(save.retention, save.ttl_s) for name in ("short", "old", "odd") for save in plans[name]] == [
+        ("short", 60.0),
+        ("ephemeral", 5.0),
+        ("long", None),
+    ]
+    assert plans["tenant"][0].salt != plans["odd"][0].salt
+    assert "unknown retention" in caplog.text
+    assert "kvd_ttl_seconds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("identities", "why"),
+    [
+        ([RankIdentity(problem="model.layers.0: no")], "model.layers.0: no"),
+        ([RankIdentity((b"a" * 32,), {}, 256)], "1 of 2 workers"),
+        ([RankIdentity((b"a" * 32,), {}, 256), RankIdentity((b"b" * 32,), {}, 512)], "chunks of"),
+    ],
+)
+def test_workers_that_do_not_fit_together_are_named_and_nothing_is_stored(bench: Any, identities: Any, why: str) -> None:
+    one = bench()
+    one.compute(FakeRequest("a", 1024))
+    assert why in one.scheduler.introduce(identities, 2)
+    assert one.scheduler.match(FakeRequest("b", 1024), 0) == 0
+    assert one.run(FakeRequest("b", 1024), 0, 1024).saves == []
+
+
+def test_requests_wait_briefly_for_workers_that_introduce_themselves_late(bench: Any) -> None:
+    one = bench()
+    late = Scheduler(
+        read_settings({}, {}), (FULL,), one.link, hash_tokens=32, hash_source=lambda: ("sha256", "00"), clock=lambda: one.now
+    )
+    request = FakeRequest("a", 1024)
+    assert late.match(request, 0) is None
+    late.introduce(one.identities, 1)
+    assert late.match(request, 0) == 0
+    never = Scheduler(
+        read_settings({}, {}), (FULL,), one.link, hash_tokens=32, hash_source=lambda: ("sha256", "00"), clock=lambda: one.now
+    )
+    assert never.match(request, 0) is None
+    one.now += 10
+    assert never.match(request, 0) == 0
+
+
+def test_a_reset_clears_every_namespace_this_engine_used(bench: Any) -> None:
+    one = bench(FULL, WINDOW, ranks=2)
+    one.compute(FakeRequest("a", 512))
+    one.compute(FakeRequest("b", 512, kv_transfer_params={"kvd_namespace": "them"}))
+    one.client.values[b"o" * 32, b"k" * 32] = b"another engine's"
+    one.scheduler.match(FakeRequest("c", 512, kv_transfer_params={"kvd_namespace": "them"}), 0)
+    assert one.scheduler.reset()
+    assert list(one.client.values) == [(b"o" * 32, b"k" * 32)]
+    one.client.away = True
+    assert not one.scheduler.reset()
+
+
+def test_nothing_is_kept_of_finished_requests(bench: Any) -> None:
+    one = bench()
+    for number in range(200):
+        request = FakeRequest(str(number), 512, salt=str(number))
+        one.compute(request)
+        one.scheduler.match(request, 0)
+        one.scheduler.finished(request.request_id)
+    assert not one.scheduler._requests
+    assert not one.scheduler._in_flight

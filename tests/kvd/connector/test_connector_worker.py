@@ -1,0 +1,356 @@
+"""The worker's side against a real daemon: real leases, a real arena, real kill -9; only the engine is numpy here."""
+
+import itertools
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.connector.attach import Links
+from kvd.connector.fingerprint import salted
+from kvd.connector.groups import Group
+from kvd.connector.layout import GroupLayout, Lane
+from kvd.connector.link import wait_up
+from kvd.connector.metrics import Counters
+from kvd.connector.mover import HostMover
+from kvd.connector.plan import Load, Move, RankIdentity, Save
+from kvd.connector.scheduler import Scheduler, Step
+from kvd.connector.settings import read_settings
+from kvd.connector.worker import Results, Worker
+from tests.kvd.connector.test_connector_scheduler import FakeRequest
+from tests.support.daemon import Daemon, MakeDaemon
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.real("kvd")
+
+BLOCKS, PAGE, LAYERS = 64, 4096, 3
+SALT = b"s" * 32
+
+
+class Memory:
+    """KV memory of an engine: per layer a region of blocks, one or two cache groups that overlay each other."""
+
+    def __init__(self, groups: int = 1) -> None:
+        self.bytes = np.zeros(LAYERS * BLOCKS * PAGE, dtype=np.uint8)
+        layout = GroupLayout(tuple(Lane(layer * BLOCKS * PAGE, PAGE, PAGE) for layer in range(LAYERS)), BLOCKS)
+        self.mover = HostMover(self.bytes, [layout] * groups)
+
+    def block(self, block: int) -> np.ndarray:
+        """A copy of all layers of one block."""
+        return self.bytes.reshape(LAYERS, BLOCKS, PAGE)[:, block].copy()
+
+    def fill(self, block: int, seed: int) -> np.ndarray:
+        content = np.random.default_rng(seed).integers(0, 255, (LAYERS, PAGE), dtype=np.uint8)
+        self.bytes.reshape(LAYERS, BLOCKS, PAGE)[:, block] = content
+        return content
+
+
+class Bench:
+    """A worker on a memory, connected to a daemon."""
+
+    def __init__(self, daemon: Daemon, groups: int = 1, **environ: str) -> None:
+        self.memory = Memory(groups)
+        self.counters = Counters()
+        self.settings = read_settings({}, {"KVD_SOCKET": str(daemon.socket), **environ})
+        self.links = Links(self.settings, self.counters)
+        self.namespaces = [bytes([7, group]) * 16 for group in range(groups)]
+        self.worker = Worker(
+            self.namespaces,
+            self.memory.mover,
+            save_link=self.links.save(),
+            load_link=self.links.load(),
+            load_timeout_s=self.settings.load_timeout_s,
+            counters=self.counters,
+        )
+        assert wait_up(self.links.save(), 5)
+        assert wait_up(self.links.load(), 5)
+
+    def outcome(self) -> Results:
+        """Results of the next load to end."""
+        found = Results()
+
+        def ended() -> bool:
+            fresh = self.worker.results(())
+            found.received |= fresh.received
+            found.failed |= fresh.failed
+            found.bad_blocks |= fresh.bad_blocks
+            return bool(found.received)
+
+        wait_until(ended, timeout_s=20)
+        return found
+
+    def count(self, name: str) -> float:
+        return self.counters.values()[name]
+
+
+@pytest.fixture
+def bench(kvd_daemon: MakeDaemon) -> Iterator[Any]:
+    made: list[Bench] = []
+
+    def make(daemon: Daemon | None = None, **how: Any) -> Bench:
+        made.append(Bench(daemon or kvd_daemon(max_bytes="16MiB"), **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.worker.shutdown()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def test_saved_blocks_come_back_in_other_places(bench: Any) -> None:
+    one = bench()
+    contents = {block: one.memory.fill(block, block) for block in (3, 4, 9, 20)}
+    one.worker.save([Save("a", SALT, (Move(key(1), ((3, 4),)), Move(key(2), ((9, 20),))))])
+    assert one.count("saves") == 2
+    assert one.count("save_bytes") == 4 * LAYERS * PAGE
+    one.worker.start([Load("b", SALT, (Move(key(1), ((30, 31),)), Move(key(2), ((0, 8),))))])
+    assert one.outcome() == Results(received={"b"})
+    for place, was in {30: 3, 31: 4, 8: 20}.items():
+        assert np.array_equal(one.memory.block(place), contents[was])
+    assert not one.memory.block(0).any(), "the null block is nobody's"
+
+
+def test_what_is_stored_is_not_copied_again(bench: Any) -> None:
+    one = bench()
+    one.memory.fill(3, 1)
+    save = Save("a", SALT, (Move(key(1), ((3,),)),))
+    one.worker.save([save, save])
+    assert (one.count("saves"), one.count("save_known")) == (1, 1)
+    one.memory.fill(3, 2)
+    one.worker.save([save])
+    assert (one.count("saves"), one.count("save_known")) == (1, 2)
+
+
+def test_salts_are_namespaces(bench: Any) -> None:
+    one = bench()
+    one.worker.save([Save("a", SALT, (Move(key(1), ((3,),)),))])
+    one.worker.start([Load("b", b"o" * 32, (Move(key(1), ((30,),)),))])
+    assert one.outcome().bad_blocks == {30}
+
+
+def test_a_missing_chunk_spoils_what_comes_after_it_and_nothing_before(bench: Any) -> None:
+    one = bench()
+    for block in range(1, 7):
+        one.memory.fill(block, block)
+    one.worker.save([Save("a", SALT, (Move(key(1), ((1, 2),)), Move(key(3), ((5, 6),))))])
+    moves = tuple(Move(key(n), ((10 * n, 10 * n + 1),)) for n in (1, 2, 3))
+    one.worker.start([Load("b", SALT, moves)])
+    assert one.outcome() == Results(received={"b"}, bad_blocks={20, 21, 30, 31})
+    assert one.worker.report().failed == {"b": ("a chunk is gone", (key(2),))}
+    assert np.array_equal(one.memory.block(10), one.memory.block(1))
+
+
+def test_with_two_groups_the_request_fails_as_a_whole(bench: Any) -> None:
+    one = bench(groups=2)
+    one.worker.save([Save("a", SALT, (Move(key(1), ((1, 2), (3,))),))])
+    with one.links.load().call(lambda client: client.read([key(1)], namespace=salted(one.namespaces[1], SALT))) as lease:
+        assert len(lease.views[0]) == LAYERS * PAGE
+    one.links.load().call(lambda client: client.delete([key(1)], namespace=salted(one.namespaces[1], SALT)))
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10, 11), (13,))),))])
+    assert one.outcome() == Results(received={"b"}, failed={"b"})
+
+
+def test_a_group_that_needs_nothing_of_a_chunk_does_not_read_it(bench: Any) -> None:
+    one = bench(groups=2)
+    one.worker.save([Save("a", SALT, (Move(key(1), ((1, 2), (3,))),))])
+    one.links.load().call(lambda client: client.delete([key(1)], namespace=salted(one.namespaces[1], SALT)))
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10, 11), (0,))),))])
+    assert one.outcome() == Results(received={"b"})
+
+
+def test_a_value_of_another_length_is_never_copied(bench: Any) -> None:
+    one = bench()
+    one.links.save().call(lambda client: client.put(key(1), b"x" * 9000, namespace=salted(one.namespaces[0], SALT)))
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
+    assert one.outcome().bad_blocks == {10}
+    assert not one.memory.block(10).any()
+
+
+def test_more_than_the_arena_holds_is_loaded_window_by_window(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    # 16 chunks of 48 KiB do not matter; 40 of 192 KiB through an arena of 4 MiB do.
+    daemon = kvd_daemon(max_bytes="4MiB", tier="64MiB")
+    one = bench(daemon)
+    contents = {}
+    for number in range(40):
+        for block in range(1, 17):
+            contents[number, block] = one.memory.fill(block, 100 * number + block)
+        wait_until(
+            lambda n=number: (
+                one.worker.save([Save("a", SALT, (Move(key(n), (tuple(range(1, 17)),)),))])
+                or one.count("saves") == n + 1
+                or time.sleep(1.1)
+            ),
+            timeout_s=30,
+        )
+    with daemon.client() as client:
+        client.flush(timeout_s=20)
+    for number in range(0, 40, 13):
+        one.worker.start([Load("b", SALT, tuple(Move(key(n), (tuple(range(33, 49)),)) for n in range(number + 1)))])
+        assert one.outcome() == Results(received={"b"})
+        for block in range(1, 17):
+            assert np.array_equal(one.memory.block(32 + block), contents[number, block])
+
+
+def test_a_doomed_load_fails_and_tells_why(bench: Any) -> None:
+    one = bench()
+    one.worker.start([Load("b", SALT, (), None, "planning failed")])
+    assert one.outcome() == Results(received={"b"}, failed={"b"})
+    assert one.worker.report().failed == {"b": ("planning failed", ())}
+
+
+def test_a_cancelled_load_is_still_reported_once(bench: Any) -> None:
+    one = bench()
+    gate = threading.Event()
+    fetch = one.worker._fetch
+    one.worker._fetch = lambda job: (gate.wait(10), fetch(job))[1]
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
+    assert one.worker.results({"b"}) == Results()
+    gate.set()
+    assert one.outcome() == Results(received={"b"})
+    assert one.worker.results({"b"}) == Results()
+
+
+def test_a_dead_daemon_fails_loads_at_once_and_is_found_again(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    one = bench(daemon)
+    one.memory.fill(3, 1)
+    save = Save("a", SALT, (Move(key(1), ((3,),)),))
+    one.worker.save([save])
+    daemon.kill9()
+    begun = time.monotonic()
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
+    assert one.outcome().bad_blocks == {10}
+    one.worker.save([save])
+    assert time.monotonic() - begun < 1.0
+    daemon.start()
+    assert wait_up(one.links.save(), 10)
+    assert wait_up(one.links.load(), 10)
+    one.worker.save([save])
+    one.worker.start([Load("c", SALT, (Move(key(1), ((10,),)),))])
+    assert one.outcome() == Results(received={"c"})
+    assert np.array_equal(one.memory.block(10), one.memory.block(3))
+
+
+def test_a_stopped_daemon_holds_a_save_up_once(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    one = bench(daemon, KVD_SAVE_TIMEOUT="200ms")
+    daemon.signal(signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        for number in range(20):
+            one.worker.save([Save("a", SALT, (Move(key(number), ((3,),)),))])
+        assert time.monotonic() - begun < 1.0
+        assert one.count("down") == 1
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert wait_up(one.links.save(), 15)
+
+
+def test_a_full_arena_pauses_saving_instead_of_slowing_every_step(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    daemon = kvd_daemon("--eviction-policy", "noop", max_bytes="1MiB")
+    one = bench(daemon)
+    for number in range(30):
+        one.worker.save([Save("a", SALT, (Move(key(number), (tuple(range(1, 17)),)),))])
+    assert one.count("save_failures") == 1, "one refusal, then a pause"
+    assert 0 < one.count("saves") < 30
+
+
+def test_a_draining_daemon_is_left_in_peace(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    one = bench(daemon)
+    one.worker.save([Save("a", SALT, (Move(key(1), ((3,),)),))])
+    assert daemon.run("drain").rc == 0
+    one.worker.save([Save("a", SALT, (Move(key(2), ((3,),)),))])
+    one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
+    assert one.outcome() == Results(received={"b"}), "what is stored can still be read"
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(kvd_daemon_module: MakeDaemon) -> Daemon:
+    return kvd_daemon_module(max_bytes="16MiB")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 30 * 32), st.lists(st.integers(1, 400), min_size=1, max_size=8)), min_size=2, max_size=4
+    ),
+    windowed=st.booleans(),
+    chunk_blocks=st.integers(1, 5),
+)
+def test_whatever_is_asked_for_the_blocks_hold_what_was_computed(
+    shared_daemon: Daemon, requests: list[tuple[int, list[int]]], windowed: bool, chunk_blocks: int
+) -> None:
+    """Scheduler and worker together against a daemon: prompts with shared prefixes, steps of any size, windows that slide."""
+    groups = (Group(0, 32), Group(1, 32, window=70)) if windowed else (Group(0, 32),)
+    one = Bench(shared_daemon, len(groups), KVD_CHUNK_TOKENS=str(32 * chunk_blocks))
+    lookup = one.links.lookup()
+    assert wait_up(lookup, 5)
+    nobody = uuid.uuid4().hex  # a hash seed that no example before had: each starts with nothing stored
+    model = Scheduler(one.settings, groups, lookup, hash_tokens=32, hash_source=lambda: ("sha256", nobody))
+    assert model.introduce([RankIdentity(tuple(one.namespaces), {}, model.chunk)], 1) == ""
+    try:
+        longest = 0
+        for number, (tokens, steps) in enumerate(requests):
+            hit = _one_request(one, model, groups, FakeRequest(f"r{number}", tokens), steps)
+            if tokens <= longest and not windowed and chunk_blocks == 1:
+                assert hit == (tokens - 1) // 32 * 32, "with one-block chunks everything computed before is found"
+            longest = max(longest, tokens // 32 * 32)
+    finally:
+        lookup.close()
+        one.worker.shutdown()
+
+
+def _one_request(one: Bench, model: Scheduler, groups: tuple[Group, ...], request: FakeRequest, steps: list[int]) -> int:
+    """Load what is offered, compute the rest step by step, and check every block that the engine could read. The hit."""
+    # Equal hashes for equal places: every prompt here is a prefix of the longest. Groups own disjoint blocks.
+    name, tokens = request.request_id, request.num_tokens
+    whole = -(-tokens // 32)
+    tables = [list(range(1 + 31 * g, 1 + 31 * g + whole)) for g in range(len(groups))]
+    one.memory.bytes[:] = 0
+    hit = model.match(request, 0)
+    assert hit is not None
+    assert hit < tokens
+    for group, table in zip(groups, tables, strict=True):
+        for i in range(group.first_needed(hit) if hit else 0):
+            table[i] = 0
+    if hit:
+        model.allocated(request, tables, hit)
+        one.worker.start(model.plan([], lambda _: None).loads)
+        assert one.outcome() == Results(received={name})
+        model.heard([name], [], one.worker.report())
+    computed = hit
+    for step in itertools.cycle(steps):
+        for group, table in zip(groups, tables, strict=True):
+            # What lies below a window is the engine's to use again.
+            for i in range(max(0, computed - group.window) // 32 if group.window else 0):
+                table[i] = 0
+            for i in range(computed // 32):
+                assert not table[i] or (one.memory.block(table[i]) == _content(group.id, i)).all(), f"{group} block {i} of {name}"
+        if computed >= tokens:
+            break
+        done = min(computed + step, tokens)
+        for group, table in zip(groups, tables, strict=True):
+            for i in range(computed // 32, -(-done // 32)):
+                one.memory.bytes.reshape(LAYERS, BLOCKS, PAGE)[:, table[i]] = _content(group.id, i)
+        plan = model.plan([Step(name, computed, done - computed)], lambda _: tables)
+        one.worker.save(plan.saves)
+        computed = done
+    model.finished(name)
+    assert one.count("save_failures") == 0
+    return hit
+
+
+def _content(group: int, index: int) -> int:
+    """What the engine computes for block `index` of a prefix: the same for every request here."""
+    return 1 + (group * 97 + index * 3) % 250
