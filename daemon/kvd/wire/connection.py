@@ -77,6 +77,7 @@ class Connection:
         self._timeout_set = timeout_s
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLRDHUP)
+        self._polling = threading.Lock()  # Python lets one thread at a time use a poll object
         self._buffer = b""
         self._sending = threading.Lock()
         self._state = threading.Lock()
@@ -301,7 +302,8 @@ class Connection:
 
     def alive(self) -> bool:
         """Whether the other end has not hung up. The daemon hangs up before it lets go of what this connection pinned."""
-        return not self.closed and not self._poll.poll(0)
+        with self._polling:
+            return not self.closed and not self._poll.poll(0)
 
     def allow_writing(self) -> None:
         """Map the arena for writing too, over a short second connection that fetches the descriptor."""
