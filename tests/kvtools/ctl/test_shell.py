@@ -134,6 +134,8 @@ def talk(shm: Path, state: Path, *turns: tuple[str, str]) -> tuple[int, str]:
                     break
         seen += found.end() if found else 0
         if answer:
+            # readline shows its prompt an instant before it waits: a signal in between is seen at the next key only.
+            time.sleep(0.2 if answer == "\x03" else 0.0)
             os.write(fd, answer.encode())
     while True:
         try:
