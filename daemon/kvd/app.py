@@ -30,7 +30,9 @@ def serve(
         str | None, typer.Option("--max-bytes", metavar="SIZE", help="Size of the arena in RAM [default: 8G].")
     ] = None,
     l1_size_gb: Annotated[float | None, typer.Option("--l1-size-gb", metavar="N", help="The same in GiB.")] = None,
-    long_path: Annotated[list[Path] | None, typer.Option("--long-path", metavar="DIR", help="Directory of the disk tier.")] = None,
+    long_path: Annotated[
+        list[Path] | None, typer.Option("--long-path", metavar="DIR", help="Directory of the disk tier (repeatable: striped).")
+    ] = None,
     long_bytes: Annotated[
         str | None, typer.Option("--long-bytes", metavar="SIZE", help="Size of the disk tier [default: 32G].")
     ] = None,

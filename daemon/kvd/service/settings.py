@@ -218,8 +218,15 @@ def memory_limit() -> int:
 def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter]:
     if not paths:
         return []
-    if len(paths) > 1:
-        raise UsageError("several --long-path are not supported yet", hint="give one directory")
     from kvd.tiers.adapters.disk import DiskAdapter
 
-    return [DiskAdapter("disk", paths[0].absolute(), size, durability=durability)]
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise UsageError("one --long-path is given twice", hint="each directory holds its own share")
+    if len(paths) == 1:
+        return [DiskAdapter("disk", paths[0].absolute(), size, durability=durability)]
+    from kvd.tiers.adapters.stripe import Stripe
+
+    share = size // len(paths)
+    return [
+        Stripe("disk", [DiskAdapter(f"disk{i}", path.absolute(), share, durability=durability) for i, path in enumerate(paths)])
+    ]

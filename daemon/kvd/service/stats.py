@@ -94,7 +94,7 @@ def rows(store: Store, tiering: Tiering, server: Server, tokens: Callable[[], in
 
 
 def _tier_rows(tier: Tier) -> list[Row]:
-    counters, labels = tier.adapter.counters, {"tier": tier.name, "type": tier.adapter.type}
+    adapter, labels = tier.adapter, {"tier": tier.name, "type": tier.adapter.type}
     gauges: dict[str, tuple[str, str, Callable[[], float]]] = {
         "bytes_used": ("bytes", "Bytes the tier holds.", lambda: tier.adapter.usage().bytes_used),
         "bytes_limit": ("bytes", "Bytes it may hold (0: no limit known).", lambda: tier.adapter.usage().bytes_limit),
@@ -103,15 +103,15 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "breaker_open": ("", "1 while it is left alone because it failed.", lambda: int(tier.breaker.tripped)),
     }
     totals: dict[str, tuple[str, str, Callable[[], float]]] = {
-        "hits": ("", "Values loaded from it.", lambda: counters.hits),
-        "misses": ("", "Loads it could not answer.", lambda: counters.misses),
-        "stores": ("", "Values stored to it.", lambda: counters.stores),
-        "store_bytes": ("bytes", "Bytes of these.", lambda: counters.store_bytes),
-        "store_failures": ("", "Values it did not take.", lambda: counters.store_failures),
-        "load_bytes": ("bytes", "Bytes loaded.", lambda: counters.load_bytes),
-        "evictions": ("", "Values it dropped to make room.", lambda: counters.evictions),
-        "corruptions": ("", "Values found damaged.", lambda: counters.corruptions),
-        "io_errors": ("", "Failed reads and writes.", lambda: counters.io_errors),
+        "hits": ("", "Values loaded from it.", lambda: adapter.counters.hits),
+        "misses": ("", "Loads it could not answer.", lambda: adapter.counters.misses),
+        "stores": ("", "Values stored to it.", lambda: adapter.counters.stores),
+        "store_bytes": ("bytes", "Bytes of these.", lambda: adapter.counters.store_bytes),
+        "store_failures": ("", "Values it did not take.", lambda: adapter.counters.store_failures),
+        "load_bytes": ("bytes", "Bytes loaded.", lambda: adapter.counters.load_bytes),
+        "evictions": ("", "Values it dropped to make room.", lambda: adapter.counters.evictions),
+        "corruptions": ("", "Values found damaged.", lambda: adapter.counters.corruptions),
+        "io_errors": ("", "Failed reads and writes.", lambda: adapter.counters.io_errors),
         "breaker_opened": ("", "Times it was left alone.", lambda: tier.breaker.opened_total),
     }
     loads, stores = Histogram(), Histogram()

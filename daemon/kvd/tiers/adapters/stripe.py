@@ -1,0 +1,300 @@
+"""Several adapters of one kind as one tier: values spread over all, and one that fails takes only its share with it.
+
+Each identity has an order of members of its own (rendezvous hashing): a value is stored on the first one that works, so
+adding or removing a member moves only the values that must move. Look-ups ask the members in that order too, and so find
+what was stored while an earlier one was away. A member that fails is left alone for a while and then probed, also one that
+could not be opened; the tier as a whole fails only when no member works.
+
+What a member holds under an identity that has meanwhile been stored on another one is out of date. It is deleted there on
+the way; a member that is away at that moment gets the delete when it is back, before it serves anything.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from kvd.store.identity import Identity
+from kvd.tiers.adapters.base import (
+    Adapter,
+    AdapterError,
+    AdapterFull,
+    Counters,
+    Durability,
+    Hit,
+    Item,
+    Loaded,
+    Stored,
+    Usage,
+    Want,
+)
+
+log = logging.getLogger("kvd.tiers")
+
+PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
+OWED_MAX = 1 << 20
+
+
+class Member:
+    """One adapter of the stripe and how it is."""
+
+    def __init__(self, adapter: Adapter, seed: int) -> None:
+        self.adapter = adapter
+        self.seed = seed
+        self.open = False
+        self.reason = ""
+        self.until = 0.0
+        self.pause = PAUSE_S
+        self.owed: set[Identity] = set()
+        """Deletes it has missed."""
+        self.forfeit = False
+        """It has missed more than is kept track of: it starts empty when it is back."""
+
+    def owe(self, identities: Iterable[Identity]) -> None:
+        """Note deletes that it misses now."""
+        if not self.forfeit:
+            self.owed.update(identities)
+            if len(self.owed) > OWED_MAX:
+                self.owed.clear()
+                self.forfeit = True
+
+
+class Stripe(Adapter):
+    """`members` as one tier. Raises AdapterError from `open` only when none of them opens; configuration errors always."""
+
+    def __init__(self, name: str, members: Sequence[Adapter], *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._members = [Member(adapter, number) for number, adapter in enumerate(members)]
+        super().__init__(name)
+        self.type = members[0].type
+        self.capabilities = members[0].capabilities
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(4 * len(members), thread_name_prefix=f"kvd-{name}-stripe")
+
+    @property
+    def counters(self) -> Counters:
+        """The members' sums, at this moment."""
+        total = Counters()
+        for member in self._members:
+            for field, value in vars(member.adapter.counters).items():
+                if field == "extra":
+                    for word, count in value.items():
+                        total.extra[word] = total.extra.get(word, 0) + count
+                else:
+                    setattr(total, field, getattr(total, field) + value)
+        return total
+
+    @counters.setter
+    def counters(self, value: Counters) -> None:
+        """The base class sets empty ones; the members have their own."""
+
+    # ---- members -----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        failures = []
+        for member in self._members:
+            try:
+                self._open_member(member)
+            except AdapterError as error:
+                log.warning("tier %s: %s cannot be opened: %s; serving without it", self.name, member.adapter.name, error.message)
+                self._failed(member, error)
+                failures.append(error)
+        if len(failures) == len(self._members):
+            raise failures[0]
+
+    def _open_member(self, member: Member) -> None:
+        member.adapter.open()
+        member.open = True
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        for member in self._members:
+            if member.open:
+                member.adapter.close(deadline_s)
+                member.open = False
+        self._threads.shutdown(wait=False)
+
+    def _failed(self, member: Member, error: AdapterError) -> None:
+        with self._lock:
+            member.reason = error.message
+            member.until = self._monotonic() + member.pause
+            member.pause = min(PAUSE_MAX_S, 2 * member.pause)
+
+    def _works(self, member: Member) -> bool:
+        """Whether to use it now. One whose pause is over is opened, and gets the deletes it has missed, first."""
+        if not member.reason:
+            return True
+        if self._monotonic() < member.until:
+            return False
+        with self._lock:
+            if self._monotonic() < member.until:  # another thread is probing
+                return False
+            member.until = self._monotonic() + member.pause
+        try:
+            if not member.open:
+                self._open_member(member)
+            self._pay(member)
+        except AdapterError as error:
+            self._failed(member, error)
+            return False
+        with self._lock:
+            member.reason, member.pause = "", PAUSE_S
+        log.info("tier %s: %s works again", self.name, member.adapter.name)
+        return True
+
+    def _pay(self, member: Member) -> None:
+        if member.forfeit:
+            member.adapter.delete([identity for identity, _ in member.adapter.enumerate()])
+            member.forfeit = False
+        owed = list(member.owed)
+        if owed:
+            member.adapter.delete(owed)
+            member.owed.difference_update(owed)
+
+    def _order(self, identity: Identity) -> list[Member]:
+        if len(self._members) == 1:
+            return self._members
+        return sorted(self._members, key=lambda member: xxhash.xxh3_64_intdigest(identity, seed=member.seed), reverse=True)
+
+    def _usable(self, member: Member) -> bool:
+        return member.open and not member.reason
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def store(self, items: Sequence[Item]) -> list[Stored]:
+        results: list[Stored | None] = [None] * len(items)
+        orders = [[member for member in self._order(item.identity) if self._works(member)] for item in items]
+        left = list(range(len(items)))
+        last: AdapterError | None = None
+        while left:
+            shares: dict[int, list[int]] = {}
+            for i in left:
+                if orders[i]:
+                    shares.setdefault(orders[i][0].seed, []).append(i)
+                else:
+                    results[i] = Stored(False, "io_error")
+            jobs = {
+                seed: self._threads.submit(self._members[seed].adapter.store, [items[i] for i in share])
+                for seed, share in shares.items()
+            }
+            left = []
+            for seed, share in shares.items():
+                member = self._members[seed]
+                try:
+                    answers = jobs[seed].result()
+                except AdapterFull as error:
+                    answers, last = [Stored(False, "full")] * len(share), error
+                except AdapterError as error:
+                    self._failed(member, error)
+                    answers, last = [Stored(False, "io_error")] * len(share), error
+                for i, answer in zip(share, answers, strict=True):
+                    if not answer.ok and answer.reason in ("io_error", "full") and len(orders[i]) > 1:
+                        orders[i].pop(0)
+                        left.append(i)
+                        continue
+                    results[i] = answer
+                    if answer.ok:
+                        self._supersede(items[i].identity, member)
+        if last is not None and not any(result is not None and result.ok for result in results):
+            raise last
+        return [result or Stored(False, "io_error") for result in results]
+
+    def _supersede(self, identity: Identity, holder: Member) -> None:
+        for member in self._members:
+            if member is holder:
+                member.owed.discard(identity)
+            elif not self._usable(member):
+                member.owe([identity])
+            elif member.adapter.lookup([identity])[0] is not None:
+                member.adapter.delete([identity])
+
+    def _holder(self, identity: Identity) -> tuple[Member, Hit] | None:
+        for member in self._order(identity):
+            if self._usable(member) and identity not in member.owed:
+                hit = member.adapter.lookup([identity])[0]
+                if hit is not None:
+                    return member, hit
+        return None
+
+    def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        found: list[Hit | None] = [None] * len(identities)
+        for member in self._members:
+            if self._usable(member):
+                for i, hit in enumerate(member.adapter.lookup(identities)):
+                    if hit is not None and found[i] is None and identities[i] not in member.owed:
+                        found[i] = hit
+        return found
+
+    def load(self, wants: Sequence[Want]) -> list[Loaded]:
+        results = [Loaded.MISS] * len(wants)
+        shares: dict[int, list[int]] = {}
+        for member in self._members:
+            self._works(member)  # reads too bring a member back
+        for i, want in enumerate(wants):
+            held = self._holder(want.identity)
+            if held is not None:
+                shares.setdefault(held[0].seed, []).append(i)
+        jobs = {
+            seed: self._threads.submit(self._members[seed].adapter.load, [wants[i] for i in share])
+            for seed, share in shares.items()
+        }
+        for seed, share in shares.items():
+            try:
+                answers = jobs[seed].result()
+            except AdapterError as error:
+                self._failed(self._members[seed], error)
+                answers = [Loaded.MISS] * len(share)
+            for i, answer in zip(share, answers, strict=True):
+                results[i] = answer
+        return results
+
+    def delete(self, identities: Sequence[Identity]) -> int:
+        held = 0
+        for member in self._members:
+            if not self._usable(member):
+                member.owe(identities)
+                continue
+            try:
+                held += member.adapter.delete(identities)
+            except AdapterError as error:
+                self._failed(member, error)
+                member.owe(identities)
+        return held
+
+    def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        seen: set[Identity] = set()
+        for member in self._members:
+            if self._usable(member):
+                for identity, hit in member.adapter.enumerate():
+                    if identity not in seen and identity not in member.owed:
+                        seen.add(identity)
+                        yield identity, hit
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        total = Usage()
+        for member in self._members:
+            if member.open:
+                usage = member.adapter.usage()
+                total.bytes_used += usage.bytes_used
+                total.bytes_limit += usage.bytes_limit
+                total.entries += usage.entries
+        return total
+
+    def flush(self) -> Durability:
+        weakest = Durability.FSYNC
+        for member in self._members:
+            if self._usable(member):
+                weakest = min(weakest, member.adapter.flush())
+        return weakest
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "members": [
+                {"name": m.adapter.name, "works": self._usable(m), "reason": m.reason, **(m.adapter.describe() if m.open else {})}
+                for m in self._members
+            ]
+        }

@@ -1,0 +1,161 @@
+"""Several directories as one tier: spread, one away, back again, never the older value."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvd.store.identity import Identity
+from kvd.store.retention import Retention
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, Item, Loaded, Want
+from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.stripe import Stripe
+from tests.kvd.tiers.ram_tier import RamTier
+from tests.support.daemon import Daemon
+
+MakeDaemon = Callable[..., Daemon]
+
+
+def identity(number: int) -> Identity:
+    return b"s" * 32 + number.to_bytes(32, "big")
+
+
+def item(number: int, data: bytes) -> Item:
+    return Item(identity(number), memoryview(data), Retention.LONG)
+
+
+def load(stripe: Stripe, number: int, length: int) -> bytes | Loaded:
+    room = bytearray(length)
+    (result,) = stripe.load([Want(identity(number), memoryview(room))])
+    return bytes(room) if result is Loaded.OK else result
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def members() -> list[RamTier]:
+    return [RamTier(f"m{i}") for i in range(3)]
+
+
+@pytest.fixture
+def stripe(members: list[RamTier], clock: Clock) -> Stripe:
+    made = Stripe("stripe", members, monotonic=clock)
+    made.open()
+    return made
+
+
+def test_values_spread_and_come_back(stripe: Stripe, members: list[RamTier]) -> None:
+    values = {n: os.urandom(50) for n in range(300)}
+    assert all(result.ok for result in stripe.store([item(n, data) for n, data in values.items()]))
+    assert all(60 < len(member.values) < 140 for member in members), "a fair share each"
+    assert all(load(stripe, n, 50) == data for n, data in values.items())
+    assert stripe.usage().entries == 300
+    assert len(list(stripe.enumerate())) == 300
+    assert stripe.counters.stores == 300
+    assert stripe.delete([identity(n) for n in range(100)]) == 100
+    assert stripe.lookup([identity(0)]) == [None]
+
+
+def test_a_failing_member_takes_only_its_share(stripe: Stripe, members: list[RamTier]) -> None:
+    values = {n: os.urandom(50) for n in range(90)}
+    stripe.store([item(n, data) for n, data in values.items()])
+    theirs = {i[63] for i in members[1].values}
+    members[1].loads.failing = members[1].stores.failing = "I/O error"
+    got = {n: load(stripe, n, 50) for n in values}
+    assert all(got[n] == data for n, data in values.items() if n not in theirs)
+    assert all(got[n] is Loaded.MISS for n in theirs)
+    assert all(result.ok for result in stripe.store([item(n, b"new") for n in range(100, 200)])), "the others take its share"
+
+
+def test_a_member_that_was_away_never_serves_what_was_replaced_or_deleted(
+    stripe: Stripe, members: list[RamTier], clock: Clock
+) -> None:
+    stripe.store([item(n, b"older") for n in range(60)])
+    members[1].stores.failing = members[1].loads.failing = "I/O error"
+    theirs = sorted(i[63] for i in members[1].values)
+    replaced, deleted, kept = theirs[0], theirs[1], theirs[2]
+    assert stripe.store([item(replaced, b"newer")])[0].ok
+    stripe.delete([identity(deleted)])
+    members[1].stores.failing = members[1].loads.failing = ""
+    assert load(stripe, replaced, 5) == b"newer"
+    clock.now += 60
+    assert load(stripe, kept, 5) == b"older", "it is back"
+    assert load(stripe, replaced, 5) == b"newer"
+    assert load(stripe, deleted, 5) is Loaded.MISS
+    assert identity(replaced) not in members[1].values, "what it had missed was made up for"
+
+
+def test_all_members_failing_is_the_tiers_failure(stripe: Stripe, members: list[RamTier], clock: Clock) -> None:
+    for member in members:
+        member.stores.failing = "I/O error"
+    with pytest.raises(AdapterError):
+        stripe.store([item(1, b"x")])
+    assert [result.ok for result in stripe.store([item(1, b"x")])] == [False], "all are left alone"
+    for member in members:
+        member.stores.failing = ""
+    clock.now += 60
+    assert stripe.store([item(1, b"x")])[0].ok
+
+
+def test_another_number_of_directories_still_finds_what_was_stored(tmp_path: Path) -> None:
+    def made(count: int) -> Stripe:
+        return Stripe("disk", [DiskAdapter(f"disk{i}", tmp_path / f"d{i}", 16 << 20) for i in range(count)])
+
+    values = {n: os.urandom(20_000) for n in range(100)}
+    stripe = made(2)
+    stripe.open()
+    assert all(result.ok for result in stripe.store([item(n, data) for n, data in values.items()]))
+    stripe.close()
+    stripe = made(3)
+    stripe.open()
+    assert all(load(stripe, n, 20_000) == data for n, data in values.items())
+    stripe.close()
+
+
+def test_a_directory_that_cannot_be_opened_is_served_without(tmp_path: Path) -> None:
+    class Broken(RamTier):
+        def open(self) -> None:
+            raise AdapterError("cannot read it: I/O error")
+
+    stripe = Stripe("disk", [Broken("broken"), RamTier("sound")])
+    stripe.open()
+    assert stripe.store([item(1, b"x")])[0].ok
+    with pytest.raises(AdapterError, match="I/O error"):
+        Stripe("disk", [Broken("one"), Broken("two")]).open()
+    (tmp_path / "file").touch()
+    with pytest.raises(AdapterConfigError):
+        Stripe("disk", [RamTier("sound"), DiskAdapter("disk1", tmp_path / "file", 16 << 20)]).open()
+
+
+@pytest.mark.real("kvd")
+def test_a_daemon_over_two_directories_survives_losing_one(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    words = [word for path in paths for word in ("--long-path", path)]
+    daemon = kvd_daemon(*words, "--long-bytes", "128MiB")
+    keys = [os.urandom(32) for _ in range(40)]
+    with daemon.client() as client:
+        assert all(client.put_many([(key, key * 4000) for key in keys], wait="tier"))
+    daemon.stop()
+    held = [sum(f.stat().st_size for f in path.glob("*.kvcache")) for path in paths]
+    assert all(held), "both hold something"
+    shutil.rmtree(paths[0])
+    daemon.start()
+    with daemon.client() as client:
+        values = client.get_many(keys)
+        assert all(value in (None, key * 4000) for key, value in zip(keys, values, strict=True))
+        assert 5 < sum(value is not None for value in values) < 35
+        assert all(client.put_many([(key, key * 4000) for key in keys], wait="tier"))
+        assert client.get_many(keys) == [key * 4000 for key in keys]
