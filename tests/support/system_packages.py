@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,14 @@ def _command(name: str) -> Callable[[], bool]:
     return lambda: any(shutil.which(name, path=path) for path in (os.environ.get("PATH", ""), "/usr/sbin:/sbin:/usr/bin"))
 
 
-def _library(name: str) -> Callable[[], bool]:
-    return lambda: any(Path(folder).glob(f"**/{name}") for folder in ("/usr/lib", "/lib", "/usr/lib64"))
-
-
 PACKAGES = (
     Package("mandoc", _command("mandoc"), "the lint of the man pages"),
     Package("tmux", _command("tmux"), "kvtop and kvctl's shell on a real terminal"),
     Package("zsh", _command("zsh"), "completion in zsh"),
     Package("fish", _command("fish"), "completion in fish"),
+    Package("xfsprogs", _command("mkfs.xfs"), "kvdoctor on a real XFS"),
+    Package("btrfs-progs", _command("mkfs.btrfs"), "kvdoctor on a real Btrfs"),
+    Package("kmod", _command("modinfo"), "kvdoctor on real kernel modules"),
 )
 
 
