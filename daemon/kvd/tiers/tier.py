@@ -185,8 +185,8 @@ class Tier:
         await self._idle.wait()
 
     async def flush(self) -> Durability:
-        """Settle, and make what was stored as durable as this tier can."""
-        await self.settle()
+        """Wait for what was queued so far, not for what comes after it, and make it as durable as this tier can."""
+        await self.erase([]).done
         return await self._loop.run_in_executor(self._changes, self.adapter.flush)
 
     def _push(self, change: Write | Erase, *, first: bool = False) -> None:
@@ -280,7 +280,7 @@ class Tier:
         results: list[Stored] | None = None
         begun = self.store.monotonic()
         try:
-            results = await self._loop.run_in_executor(self._changes, self.adapter.store, items)
+            results = _one_each(await self._loop.run_in_executor(self._changes, self.adapter.store, items), items)
             self._took(self.store_s, begun)
             self.breaker.succeeded()
         except AdapterFull as error:
@@ -324,11 +324,13 @@ class Tier:
 
     async def _erase(self, head: Erase) -> None:
         try:
-            await self._loop.run_in_executor(self._changes, self.adapter.delete, head.identities)
-            self.breaker.succeeded()
+            if head.identities:
+                await self._loop.run_in_executor(self._changes, self.adapter.delete, head.identities)
+                self.breaker.succeeded()
         except AdapterError as error:
             self._failed(error.message)
             return
+        # Still at the head: while a delete is under way no write is, and only a write's end queues anything in front.
         self.queue.popleft()
         for identity in head.identities:
             left = self.doomed[identity] - 1
@@ -360,7 +362,7 @@ class Tier:
         """Fill the buffers; they are not touched any more when this returns. Never raises."""
         begun = self.store.monotonic()
         try:
-            results = await self._loop.run_in_executor(self._loads, self.adapter.load, wants)
+            results = _one_each(await self._loop.run_in_executor(self._loads, self.adapter.load, wants), wants)
             self._took(self.load_s, begun)
         except AdapterError as error:
             self._failed(error.message)
@@ -382,6 +384,13 @@ class Tier:
     async def call(self, function: Callable[..., T], *args: object) -> T:
         """Run one of the adapter's other methods on its load threads."""
         return await self._loop.run_in_executor(self._loads, function, *args)
+
+
+def _one_each(results: list[T], asked: Sequence[object]) -> list[T]:
+    """An adapter's answer, which must be one a question: nobody knows what another number means."""
+    if len(results) != len(asked):
+        raise AdapterError(f"the adapter gave {len(results)} answers to {len(asked)} questions")
+    return results
 
 
 __all__ = ["ABSENT", "Breaker", "Receipt", "Tier"]

@@ -302,14 +302,12 @@ class Tiering:
         self, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]], entries: list[Loading]
     ) -> None:
         store = self.store
-        wants = [Want(i, store.arena.slice(o, hit.length), store.arena.padded(o, hit.length)) for _, i, hit, o in share]
-        results = await tier.load(wants)
-        del wants
-        for (key, identity, hit, offset), loading, result in zip(share, entries, results, strict=True):
+        sources = await self._read(tier, share)
+        for (key, identity, hit, offset), loading, source in zip(share, entries, sources, strict=True):
             slot = ABSENT
-            if result is Loaded.OK and not loading.void:
+            if source is not None and not loading.void:
                 store.arena.zero_slack(offset, hit.length)
-                slot = store.admit(namespace, key, offset, hit.length, hit.retention, hit.expires_ns)
+                slot = store.admit(namespace, key, offset, hit.length, source.retention, source.expires_ns)
             else:
                 store.give_back(offset, hit.length)
             if self._loading.get(identity) is loading:
@@ -319,6 +317,30 @@ class Tiering:
             store.index.pin(pin)
             loading.done.set_result(slot)
             asyncio.get_running_loop().call_soon(store.unpin, pin)
+
+    async def _read(self, first: Tier, share: list[tuple[bytes, Identity, Hit, int]]) -> list[Hit | None]:
+        """Fill the room of each value from `first`, and what that has lost or damaged from the tiers after it.
+
+        Answers what the tier that gave it knows of each value; None where none gave it.
+        """
+        arena = self.store.arena
+        sources: list[Hit | None] = [None] * len(share)
+        hits = {i: hit for i, (_, _, hit, _) in enumerate(share)}
+        for tier in self.tiers[self.tiers.index(first) :]:
+            if tier is not first:
+                found = tier.has([share[i][1] for i in hits])
+                hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
+            if not hits:
+                continue
+            places = [(share[i][1], share[i][3], hit.length) for i, hit in hits.items()]
+            results = await tier.load([Want(i, arena.slice(o, length), arena.padded(o, length)) for i, o, length in places])
+            for (i, hit), result in zip(hits.items(), results, strict=True):
+                if result is Loaded.OK:
+                    sources[i] = hit
+            hits = {i: hit for i, (_, _, hit, _) in enumerate(share) if sources[i] is None}
+            if not hits:
+                break
+        return sources
 
     async def wait(self, fetch: Fetch, deadline_s: float) -> None:
         """Wait until all of a fetch has arrived (or not), or the deadline (event-loop time)."""
