@@ -323,6 +323,8 @@ class KvPath:
     total: int | None = None
     free: int | None = None
     free_files: int | None = None
+    held: int = 0
+    """Bytes of KV files that already lie there: they count towards `want`."""
     mount: Mount | None = None
     resolved: str = ""
     """How the block device was found: sysfs (by number), source (by the mount's source name), or empty."""
@@ -500,4 +502,20 @@ class Facts:
         return self.tools.get(key)
 
     def to_json(self) -> dict[str, Any]:
+        """The document as JSON values."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Any) -> "Facts":
+        """Facts from `to_json`'s document, checked field by field. Raises UsageError for any other document."""
+        import msgspec  # 20 ms: only those pay who read a document back
+
+        from kvtools.errors import UsageError
+
+        known = document.get("schema") if isinstance(document, dict) else None
+        if known != SCHEMA:
+            raise UsageError(f"not a facts document of this version: schema {known!r}", hint=f"it must say {SCHEMA}")
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"a facts document that does not fit: {error}", hint="write it with Facts.to_json") from None

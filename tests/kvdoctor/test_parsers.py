@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvdoctor.facts import DkmsEntry, Mount
 from kvdoctor.parse import aischeck, driver, gds, kfd, klog, mounts, pci, versions
+from tests.kvdoctor.elf import elf_with_modinfo
 
 # What parsers meet is text with the format's own words in odd places: that finds more than plain noise.
 WORDS = [
@@ -154,19 +155,6 @@ def test_modinfo_without_a_version_is_not_an_error() -> None:
     assert module is not None
     assert (module.version, module.intree, module.kernel) == ("", True, "6.1.0-57-amd64")
     assert driver.parse_modinfo("modinfo: ERROR: Module amdgpu not found.\n") is None
-
-
-def elf_with_modinfo(fields: bytes) -> bytes:
-    """A 64-bit little-endian ELF file with a .modinfo section and nothing else."""
-    names = b"\0.shstrtab\0.modinfo\0"
-    body = fields + names
-    table = 64 + len(body)
-    header = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQIHHHHHH", 1, 62, 1, 0, 0, table, 0, 64, 0, 0, 64, 3, 1)
-
-    def section(name: int, offset: int, size: int) -> bytes:
-        return struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, offset, size, 0, 0, 1, 0)
-
-    return header + body + section(0, 0, 0) + section(1, 64 + len(fields), len(names)) + section(11, 64, len(fields))
 
 
 def test_module_file_is_read_without_kmod() -> None:

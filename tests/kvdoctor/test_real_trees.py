@@ -49,7 +49,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(host: Path, path: str) -> tuple[Facts, KvPath]:
     source = Source(host / "root", commands=host / "cmd")
-    facts = Facts(partial=True, paths=collect_paths(source, [(path, "test")], None))
+    facts = Facts(partial=True, paths=collect_paths(source, [(path, "test")]))
     facts.md = parse_mdstat(source.read("/proc/mdstat") or "")
     facts.kernel.symbols = ["kfd_ais_rw_file"]
     facts.gpus = []

@@ -6,6 +6,7 @@ vLLM version: newer ones fall back on a fixed seed, which is seen in their sourc
 
 import os
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvdoctor.collect.source import Source
@@ -143,28 +144,59 @@ def _log(source: Source, found: Engines) -> None:
             found.log_tensor_parallel = int(match[1])
 
 
-def daemon_settings(scanned: dict[str, Any]) -> tuple[list[str], int | None, int | None, str]:
-    """A running kvd's --long-path values, --max-bytes, --long-bytes and control group: what to judge when nobody says."""
-    from kvtools.errors import UsageError
-    from kvtools.units import parse_size
+@dataclass
+class Daemon:
+    """A running kvd, by its command line: where it stores, how much, and the control group its memory is charged to."""
 
-    paths: list[str] = []
-    sizes: dict[str, int | None] = {"--max-bytes": None, "--long-bytes": None}
-    group = ""
-    for daemon in scanned.get("daemons", []):
-        args = [str(word) for word in daemon.get("args") or []]
-        group = group or str(daemon.get("cgroup") or "")
+    paths: list[str] = field(default_factory=list)
+    arena: int | None = None
+    long_bytes: int | None = None
+    group: str = ""
+
+    @property
+    def share(self) -> int | None:
+        """Bytes each of its paths is to hold: several paths are a stripe."""
+        return self.long_bytes // len(self.paths) if self.long_bytes and self.paths else None
+
+
+def daemons(scanned: dict[str, Any]) -> list[Daemon]:
+    """The running daemons of a scan."""
+    found = []
+    for item in scanned.get("daemons") or []:
+        if not isinstance(item, dict):
+            continue
+        args = [str(word) for word in item.get("args") or []]
+        daemon = Daemon(group=str(item.get("cgroup") or ""))
         for i, word in enumerate(args):
             name, equals, value = word.partition("=")
             value = value if equals else args[i + 1] if i + 1 < len(args) else ""
-            if name == "--long-path" and value:
-                paths.append(value)
-            elif name in sizes and value:
-                try:
-                    sizes[name] = parse_size(value)
-                except UsageError:
-                    continue
-    return list(dict.fromkeys(paths)), sizes["--max-bytes"], sizes["--long-bytes"], group
+            if name == "--long-path" and value.startswith("/"):
+                daemon.paths.append(value)
+            elif name == "--max-bytes":
+                daemon.arena = _size(value)
+            elif name == "--long-bytes":
+                daemon.long_bytes = _size(value)
+        found.append(daemon)
+    return found
+
+
+def _size(text: str) -> int | None:
+    from kvtools.errors import UsageError
+    from kvtools.units import parse_size
+
+    try:
+        return parse_size(text)
+    except UsageError:
+        return None
+
+
+def arena_and_group(running: list[Daemon], env: dict[str, str]) -> tuple[int | None, str]:
+    """The largest arena of a running daemon with that daemon's control group, else KVD_MAX_BYTES in our own."""
+    sized = [daemon for daemon in running if daemon.arena]
+    if sized:
+        largest = max(sized, key=lambda daemon: daemon.arena or 0)
+        return largest.arena, largest.group
+    return (_size(env["KVD_MAX_BYTES"]) if env.get("KVD_MAX_BYTES") else None), ""
 
 
 SCRIPTS = ("kvtools", "kvctl", "kvtop", "kvdoctor", "kvd", "kvgate")

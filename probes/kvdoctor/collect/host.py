@@ -30,7 +30,8 @@ def collect(
     """Facts of the host behind `source`.
 
     `paths` are the KV folders to judge; not given, they come from the capture (`case`), the environment, a running kvd, or
-    else the current directory. `want` is how many bytes a path should hold. Never raises for a fact it cannot learn.
+    else the current directory. `want` is how many bytes each should hold (a running kvd's own paths: its
+    --long-bytes). Never raises for a fact it cannot learn.
     """
     started = time.monotonic()
     say = progress or (lambda _: None)
@@ -41,9 +42,9 @@ def collect(
     facts.env = _environ(source, case)
     say("processes")
     scanned = _scan(source)
-    daemon_paths, arena, long_bytes, group = engines.daemon_settings(scanned)
-    arena = arena or _arena(facts.env)
-    chosen = choose_paths(paths, case, facts.env, daemon_paths)
+    running = engines.daemons(scanned)
+    arena, group = engines.arena_and_group(running, facts.env)
+    chosen = choose_paths(paths, case, facts.env, list(dict.fromkeys(path for daemon in running for path in daemon.paths)))
     storage.start_probe(source, [path for path, _ in chosen], write=True)
     say("GPUs")
     facts.pci_captured = source.is_folder("/sys/bus/pci")
@@ -68,7 +69,8 @@ def collect(
     say("storage")
     mdstat = source.read("/proc/mdstat", 1 << 18)
     facts.md = None if mdstat is None else parse_mdstat(mdstat)
-    facts.paths = storage.collect_paths(source, chosen, want or long_bytes)
+    shares = {path: daemon.share for daemon in running for path in daemon.paths}
+    facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
     chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
     kernel.collect_acs(source, facts.kernel, chains)
     say("limits")
@@ -116,16 +118,6 @@ def _environ(source: Source, case: dict[str, Any]) -> dict[str, str]:
 def _scan(source: Source) -> dict[str, Any]:
     answer = source.value("processes", engines.scan_processes)
     return answer if isinstance(answer, dict) else {}
-
-
-def _arena(env: dict[str, str]) -> int | None:
-    from kvtools.errors import UsageError
-    from kvtools.units import parse_size
-
-    try:
-        return parse_size(env["KVD_MAX_BYTES"]) if env.get("KVD_MAX_BYTES") else None
-    except UsageError:
-        return None
 
 
 def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:

@@ -33,13 +33,13 @@ def start_probe(source: Source, paths: list[str], *, write: bool) -> None:
         source.run_tools = kept
 
 
-def collect_paths(source: Source, paths: list[tuple[str, str]], want: int | None) -> list[KvPath]:
-    """Facts of each (path, where it comes from)."""
+def collect_paths(source: Source, paths: list[tuple[str, str]], want: dict[str, int | None] | None = None) -> list[KvPath]:
+    """Facts of each (path, where it comes from); `want` is how many bytes a path is to hold."""
     mounts = parse_mountinfo(source.read("/proc/self/mountinfo") or "")
     probed = _probed(source, [path for path, _ in paths])
     found = []
     for path, origin in paths:
-        kv = KvPath(path=path, origin=origin, want=want)
+        kv = KvPath(path=path, origin=origin, want=(want or {}).get(path))
         kv.mount = mount_of(source.real(path), mounts)
         if kv.mount:
             _stack(source, kv, kv.mount)
@@ -92,7 +92,7 @@ def _probe(kv: KvPath, answer: dict[str, object] | None) -> None:
         return value if isinstance(value, bool) else None
 
     kv.exists, kv.is_dir, kv.writable = flag("exists"), flag("is_dir"), flag("writable")
-    kv.total, kv.free, kv.free_files = whole("total"), whole("free"), whole("free_files")
+    kv.total, kv.free, kv.free_files, kv.held = whole("total"), whole("free"), whole("free_files"), whole("held") or 0
     kv.probe_error, kv.hung = str(answer.get("error", "")), str(answer.get("hung", ""))
     if isinstance(direct := answer.get("direct"), dict):
         kv.direct = _direct(direct)

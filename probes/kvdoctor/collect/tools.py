@@ -46,6 +46,10 @@ def run(key: str, argv: list[str], deadline_s: float, *, environ: dict[str, str]
     result.out, result.err = (bytes(part).decode("utf-8", "replace") for part in output)
     if child.poll() is None:
         _stop(child, result)
+    # Closed only now: one that is still writing would die of the closed pipe and look as if it had ended by itself.
+    for stream in (child.stdout, child.stderr):
+        assert stream is not None
+        stream.close()
     if child.returncode is not None and result.state == "ok":
         result.rc = child.returncode
     result.seconds = round(time.monotonic() - started, 3)
@@ -80,8 +84,6 @@ def _read(child: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, b
     if child.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, min(LINGER_S, deadline - time.monotonic())))
-    for stream in parts:
-        stream.close()
     return parts[child.stdout], parts[child.stderr]
 
 

@@ -68,7 +68,7 @@ def space(facts: Facts) -> list[Result]:
         if path.free is None or not path.total:
             return skip("the directory does not answer") if path.exists is False or path.hung else absent(facts, "free space")
         told = f"{format_size(path.free)} of {format_size(path.total)} free"
-        if path.want and path.free < path.want:
+        if path.want and path.free + path.held < path.want:
             return result("fail", f"{told}, --long-bytes asks {format_size(path.want)}", fix="Make room, or lower --long-bytes.")
         if path.free_files is not None and path.free_files < 1000:
             return result(
