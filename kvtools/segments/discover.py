@@ -41,7 +41,6 @@ class Leftover:
     name: str
     kind: Literal["pool", "sidecar", "stats", "temporary"]
     evidence: str
-    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def look(root: Path = SHM, *, timeout_s: float = LOCK_TIMEOUT_S) -> Found:
         state = judge(reading, root=root)
         found.pools.append(state)
         if state.state == "stale":
-            found.leftovers.append(Leftover(reading.name, "pool", state.evidence, pool.SIZE))
+            found.leftovers.append(Leftover(reading.name, "pool", state.evidence))
     _look_at_stats(root, found)
     _look_for_orphans(root, found)
     return found
@@ -95,7 +94,7 @@ def _look_at_stats(root: Path, found: Found) -> None:
         else:
             evidence = f"nobody holds its lock; recorded writer: {reading.story}"
             found.stats.append(StatsState(reading, "stale", evidence))
-            found.leftovers.append(Leftover(path.name, "stats", evidence, 0))
+            found.leftovers.append(Leftover(path.name, "stats", evidence))
 
 
 def _look_for_orphans(root: Path, found: Found) -> None:
@@ -104,7 +103,7 @@ def _look_for_orphans(root: Path, found: Found) -> None:
     for name in sorted(path.name for path in root.iterdir()):
         if name.startswith(f".{STATS_PREFIX}"):
             if _unlocked(root / name):
-                found.leftovers.append(Leftover(name, "temporary", "nobody holds its lock", 0))
+                found.leftovers.append(Leftover(name, "temporary", "nobody holds its lock"))
         elif name.endswith(SIDECAR_SUFFIX) and not name.startswith(".") and name.removesuffix(SIDECAR_SUFFIX) not in pools:
             try:
                 owner = read_owner(name.removesuffix(SIDECAR_SUFFIX), root=root)
@@ -112,7 +111,7 @@ def _look_for_orphans(root: Path, found: Found) -> None:
                 found.problems.append(Problem(name, error))
                 continue
             if owner is not None and not owner.alive:
-                found.leftovers.append(Leftover(name, "sidecar", f"its pool is gone and nobody holds its lock ({owner.story})", 0))
+                found.leftovers.append(Leftover(name, "sidecar", f"its pool is gone and nobody holds its lock ({owner.story})"))
 
 
 def _unlocked(path: Path) -> bool:

@@ -48,6 +48,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 _SAFE_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
+class Denied(Unreachable):
+    """The file is there, and this user may not open it so."""
+
+
 def check_name(name: str) -> str:
     """`name` itself when it can name a file in shared memory. Raises UsageError: empty, hidden, with '/' or NUL, over 255 bytes."""
     if not name:
@@ -109,7 +113,7 @@ def explain(error: OSError, name: str, *, what: str, root: Path) -> NotFound | U
     if error.errno == errno.ELOOP:
         return Unreachable(f"{what} {shown} is a symbolic link", hint="links in shared memory are never followed")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return Unreachable(f"{what} {shown}: permission denied", hint="run as the user whose engine made it, or as root")
+        return Denied(f"{what} {shown}: permission denied", hint="run as the user whose engine made it, or as root")
     if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
         return Unreachable(f"{what} {shown} is not a regular file", hint=f"look at it with: ls -l {root}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

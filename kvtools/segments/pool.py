@@ -29,6 +29,7 @@ from kvtools.segments.files import (
     SHM,
     SIDECAR_SUFFIX,
     STATS_PREFIX,
+    Denied,
     check_name,
     explain,
     flock,
@@ -222,11 +223,10 @@ def list_pools(root: Path = SHM, *, timeout_s: float = LOCK_TIMEOUT_S, clock: Ca
             listing.pools.append(read_pool(name, root=root, timeout_s=max(deadline - clock(), 0.0)))
         except (NotFound, UsageError):
             continue  # gone since the folder was read, or a name no segment has
-        except TimedOut as error:
+        except (TimedOut, Denied) as error:
             listing.unreadable.append(PoolProblem(name, error))
-        except Unreachable as error:
-            if error.hint.startswith("run as"):
-                listing.unreadable.append(PoolProblem(name, error))
+        except Unreachable:
+            continue  # its words are not a pool's
     return listing
 
 
