@@ -121,6 +121,8 @@ def verdict(outcomes: Sequence[Outcome], *, everything: bool, leaked: Sequence[s
     untested = sorted(part for part in declared if not real[part]) if everything else []
     if untested:
         print("no test passed against these real parts: " + ", ".join(untested))
+    if not declared and not total:
+        return all(outcome.ok for outcome in outcomes)
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped in {seconds:.0f} s")
     print("real parts: " + " ".join(f"{part}={real[part]}" for part in sorted(declared | set(real), key=lambda p: (-real[p], p))))
     return all(outcome.ok for outcome in outcomes) and not untested and not (leaked and in_ci())
