@@ -52,6 +52,12 @@ def _kvtop(quick: bool) -> Iterator[Result]:
     yield from kvtop.measure(quick=quick)
 
 
+def _ttft(quick: bool) -> Iterator[Result]:
+    from tests.bench import ttft
+
+    yield from ttft.measure(quick=quick)
+
+
 @contextlib.contextmanager
 def _daemon(max_bytes: str) -> Iterator[Daemon]:
     daemon = Daemon(max_bytes=max_bytes)
@@ -67,6 +73,7 @@ MEASUREMENTS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "control": _control,
     "disk": _disk,
     "kvtop": _kvtop,
+    "ttft": _ttft,
 }
 
 

@@ -9,6 +9,7 @@ questions about blocks; but it spins without sleeping, so it says nothing about 
 
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import random
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 HERE = Path(__file__).parent
+VENV = HERE.parent.parent / ".venv-vllm" / "bin" / "python"
+PYTHON = sys.executable if importlib.util.find_spec("vllm") else str(VENV)
+"""The interpreter that has the engine: this one, or the one of `make test`."""
 TRANSFER = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvd.connector"}
 MODELS = Path(tempfile.gettempdir()) / f"kvt-models-{os.getuid()}"
 
@@ -35,7 +39,7 @@ def model(kind: str = "llama", size: str = "tiny") -> Path:
     if not (folder / "model.safetensors").exists():
         MODELS.mkdir(mode=0o700, exist_ok=True)
         script = HERE / "tiny_model.py"
-        subprocess.run([sys.executable, str(script), str(folder), "--kind", kind, "--size", size], check=True, capture_output=True)
+        subprocess.run([PYTHON, str(script), str(folder), "--kind", kind, "--size", size], check=True, capture_output=True)
     return folder
 
 
@@ -57,7 +61,7 @@ class Nursery:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvt-nursery-"))
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_main.py"), "nursery"],
+            [PYTHON, str(HERE / "engine_main.py"), "nursery"],
             env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -127,7 +131,7 @@ class Engine:
         to_child, mine_out = os.pipe()
         mine_in, from_child = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_main.py"), str(to_child), str(from_child), json.dumps(arguments)],
+            [PYTHON, str(HERE / "engine_main.py"), str(to_child), str(from_child), json.dumps(arguments)],
             pass_fds=(to_child, from_child),
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,

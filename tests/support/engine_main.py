@@ -64,28 +64,24 @@ class Engine:
 
         Worker._fetch = gated  # type: ignore[method-assign]
 
-    def generate(self, prompts: list[list[int]], tokens: int = 8, params: dict[str, Any] | None = None, **more: Any) -> list[Any]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        tokens: int = 8,
+        params: dict[str, Any] | None = None,
+        logprobs: int | None = 0,
+        **more: Any,
+    ) -> list[Any]:
         """Greedy: for each prompt the token ids, their log-probabilities, how many prompt tokens were cached, how it ended."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
-        how = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, extra_args=extra)
+        how = SamplingParams(temperature=0, max_tokens=tokens, logprobs=logprobs, ignore_eos=True, extra_args=extra)
         batch: list[Any] = [{"prompt_token_ids": prompt, **more} for prompt in prompts]
         begun = time.perf_counter()
         outputs = self.llm.generate(batch, how, use_tqdm=False)
         seconds = time.perf_counter() - begun
-        return [
-            {
-                "tokens": list(out.outputs[0].token_ids),
-                "logprobs": [
-                    entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True)
-                ],
-                "cached": out.num_cached_tokens,
-                "finish": out.outputs[0].finish_reason,
-                "seconds": seconds,
-            }
-            for out in outputs
-        ]
+        return [{**_told(out), "seconds": seconds} for out in outputs]
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own metrics that have a plain value; labelled ones by `name{label}`."""
