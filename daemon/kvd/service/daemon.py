@@ -10,12 +10,13 @@ is safe too, the next start recovers.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from kvd.store.store import Store
 from kvd.tiers.adapters.base import Adapter, Durability
 from kvd.tiers.tiering import Tiering
 from kvtools import __version__
+from kvtools.errors import KvError
 from kvtools.segments.files import SHM
 from kvtools.segments.stats import instance_of_path
 from kvtools.units import format_size
@@ -56,6 +58,8 @@ class Options:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     shm: Path = field(default=SHM)
+    reload: "Callable[[], Options] | None" = None
+    """Reads the settings anew, for SIGHUP."""
 
 
 class Daemon:
@@ -93,6 +97,7 @@ class Daemon:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
             await self.tiering.open(options.adapters)
             self._publisher = stats.Publisher(self._rows(), instance, root=options.shm)
             await self._open_window()
@@ -156,6 +161,27 @@ class Daemon:
         else:
             log.info("%s", signal.Signals(number).name)
             self._stopping.set()
+
+    def _reload(self) -> None:
+        """SIGHUP: take over what can change while running, and say what cannot."""
+        if self.options.reload is None:
+            return
+        try:
+            new = self.options.reload()
+        except KvError as error:
+            log.error("the settings were not reloaded: %s", error.message)
+            return
+        old, self.options = (
+            self.options,
+            dataclasses.replace(
+                self.options, allow_uids=new.allow_uids, allow_gids=new.allow_gids, drain_s=new.drain_s, evicting=new.evicting
+            ),
+        )
+        self.server.allow(new.allow_uids, new.allow_gids)
+        self.store.evicting = new.evicting
+        fixed = ("socket", "max_bytes", "socket_mode", "socket_group", "huge_pages", "metrics_host", "metrics_port")
+        waiting = [name for name in fixed if getattr(old, name) != getattr(new, name)]
+        log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
 
     async def drain(self, deadline_s: float) -> Durability:
         """Take no new writes and push everything to the tiers."""

@@ -217,15 +217,20 @@ class Server:
         self.handler = handler
         self.mode = mode
         self.group = group
-        self.uids = uids | {0, os.getuid()}
-        self.gids = gids
+        self.allow(uids, gids)
         self.connections: dict[bytes, Connection] = {}
         self.bad_frames = 0
         self.refused_peers = 0
         self._lock_fd = -1
+        self._made = False
         self._listener: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
+
+    def allow(self, uids: frozenset[int], gids: frozenset[int]) -> None:
+        """Who may connect from now on, besides root and the daemon's own uid."""
+        self.uids = uids | {0, os.getuid()}
+        self.gids = gids
 
     def lock(self) -> None:
         """Own the path, before anything that takes long or could harm another daemon's files."""
@@ -247,7 +252,12 @@ class Server:
         return KvdError(f"a daemon is already running on {self.path}", hint="stop it, or give this one another --socket")
 
     def bind(self) -> None:
-        """Listen. Nothing is accepted before `start`."""
+        """Listen, on the socket systemd made for us where it did. Nothing is accepted before `start`."""
+        listener = inherited_socket() or self._make_socket()
+        listener.listen(256)
+        self._listener = listener
+
+    def _make_socket(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         # No moment with looser permissions than asked for: the file is born 0600.
         before = os.umask(0o177)
@@ -260,10 +270,12 @@ class Server:
         finally:
             os.umask(before)
         self.path.chmod(self.mode)
-        listener.listen(256)
-        self._listener = listener
+        self._made = True
+        return listener
 
     def _remove_stale(self) -> None:
+        if os.environ.get("LISTEN_FDS"):
+            return  # systemd's socket: it is alive, and not ours to remove
         try:
             kind = self.path.lstat().st_mode
         except FileNotFoundError:
@@ -373,9 +385,20 @@ class Server:
         await asyncio.sleep(0)
         if self._listener is not None:
             self._listener.close()
-            self.path.unlink(missing_ok=True)
+            if self._made:
+                self.path.unlink(missing_ok=True)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
+
+
+def inherited_socket() -> socket.socket | None:
+    """The listening socket that systemd passed to this process (sd_listen_fds: one, as descriptor 3), or None."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
+        return None
+    listener = socket.socket(fileno=3)
+    listener.setblocking(False)
+    os.set_inheritable(3, False)
+    return listener
 
 
 async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:

@@ -152,6 +152,13 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
             emit(line)
         return
     options = options_of(settings)
+
+    def again() -> Options:
+        fresh = resolve(SETTINGS, flags=flags, file=read_file(config), file_name=str(config or ""))
+        logging.getLogger().setLevel(fresh["log_level"].value)
+        return options_of(fresh)
+
+    options.reload = again
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
     logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
