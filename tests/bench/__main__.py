@@ -1,7 +1,7 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, arena, control, disk, kvtop, ttft
+    --only NAME    this measurement (repeatable): startup, arena, control, disk, gate, kvtop, ttft
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -58,6 +58,12 @@ def _ttft(quick: bool) -> Iterator[Result]:
     yield from ttft.measure(quick=quick)
 
 
+def _gate(quick: bool) -> Iterator[Result]:
+    from tests.bench import gate
+
+    yield from gate.measure(quick=quick)
+
+
 @contextlib.contextmanager
 def _daemon(max_bytes: str) -> Iterator[Daemon]:
     daemon = Daemon(max_bytes=max_bytes)
@@ -72,6 +78,7 @@ MEASUREMENTS: dict[str, Callable[[bool], Iterator[Result]]] = {
     "arena": _arena,
     "control": _control,
     "disk": _disk,
+    "gate": _gate,
     "kvtop": _kvtop,
     "ttft": _ttft,
 }
