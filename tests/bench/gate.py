@@ -51,7 +51,7 @@ class Upstream(asyncio.Protocol):
         self.writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast('asyncio.Transport', transport)
+        self.transport = cast("asyncio.Transport", transport)
 
     def pause_writing(self) -> None:
         self.writable.clear()
