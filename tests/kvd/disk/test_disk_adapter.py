@@ -368,3 +368,14 @@ def test_a_full_disk_is_full_and_not_wrong(tmp_path):
         put(adapter, identity(1), b"x")
     assert get(adapter, identity(1)) is None
     adapter.close()
+
+
+def test_files_are_used_again(tmp_path):
+    adapter = opened(tmp_path, 1 << 20)
+    for number in range(60):
+        put(adapter, identity(number), value(number, 20_000))
+    first = {path.stat().st_ino for path in tmp_path.glob("*.kvcache")}
+    for number in range(200):
+        put(adapter, identity(number), value(number, 20_000))
+    assert {path.stat().st_ino for path in tmp_path.glob("*.kvcache")} == first
+    adapter.close()

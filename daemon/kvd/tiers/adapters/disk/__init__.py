@@ -17,10 +17,12 @@ syncing    durability
 scan       reading back what a region holds
 recovery   starting up
 manifest   whose folder it is
+check      the offline check behind `kvd verify`
 buffers    aligned scratch memory
 """
 
 from kvd.tiers.adapters.disk.adapter import DiskAdapter
+from kvd.tiers.adapters.disk.check import Report, verify
 from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage
 
-__all__ = ["DirectIO", "DiskAdapter", "RealStorage", "Storage"]
+__all__ = ["DirectIO", "DiskAdapter", "RealStorage", "Report", "Storage", "verify"]

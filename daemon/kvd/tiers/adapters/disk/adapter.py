@@ -167,6 +167,7 @@ class DiskAdapter(Adapter):
         pairs = []
         for file in found:
             catalog.region_sequence = max(catalog.region_sequence, _highest(file) + 1)
+            self.counters.corruptions += file.damaged
             if file.scan is None:
                 continue
             with catalog.changed:

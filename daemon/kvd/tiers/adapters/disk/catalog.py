@@ -108,7 +108,7 @@ class Catalog:
     def insert_locked(self, region: Region, entries: Iterable[IndexEntry]) -> None:
         """Make written extents visible, superseding what was held under the same identities."""
         for entry in entries:
-            word = pack(Entry(region.slot, entry.offset, entry.length, entry.retention, entry.tick, entry.expires_ns))
+            word = pack(region.slot, entry.offset, entry.length, entry.retention, entry.tick, entry.expires_ns)
             old = self.index.put(entry.identity, word)
             if old is not None:
                 self._retire_locked(entry.identity, unpack(old), stale=True)
@@ -163,22 +163,27 @@ class Catalog:
         region.mark_tick = self.tick
         region.hot_bytes = 0
 
-    def forget_region_locked(self, region: Region, records: list[IndexEntry] | None) -> list[tuple[Identity, int]]:
+    def forget_region_locked(
+        self, region: Region, records: list[IndexEntry] | None
+    ) -> tuple[list[tuple[Identity, int]], set[Identity]]:
         """Take everything of `region` out of the index; the lines that the deletes log needs before its file is touched.
 
         A line is needed where an older record elsewhere is dead only because of one in here, and no newer one shields it:
         a newer live record does, once it is as stable as it is going to be. `records` is what the region holds (None: it
         could not be read; then the index is searched, and every stale identity that is not live gets a line, which is more
-        than needed and never less).
+        than needed and never less). Also returned: every identity known to have a record in the region.
         """
         newest: dict[Identity, int] = {}
+        identities = set(region.stale)
         for record in records or ():
             newest[record.identity] = max(record.sequence, newest.get(record.identity, 0))
+            identities.add(record.identity)
             if at(self.index.get(record.identity), region.slot, record.offset):
                 self._pop_locked(record.identity)
         if region.live:
             for identity in [identity for identity, word in self.index.items() if unpack(word).slot == region.slot]:
                 self._pop_locked(identity)
+                identities.add(identity)
         for identity in region.stale:
             self._unmark_stale_locked(identity)
         region.stale = []
@@ -186,11 +191,12 @@ class Catalog:
         if records is None:
             newest = dict.fromkeys(self.stale, self.sequence)
             self.sequence += 1
-        return [
+        lines = [
             (identity, sequence + 1)
             for identity, sequence in newest.items()
             if identity in self.stale and not self._shielded_locked(identity)
         ]
+        return lines, identities
 
     def _shielded_locked(self, identity: Identity) -> bool:
         """Whether a live record keeps older ones dead, also after a power cut where durability asks for that."""

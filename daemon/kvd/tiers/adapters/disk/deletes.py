@@ -25,6 +25,7 @@ from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 FILE_NAME = "deletes.kvlog"
 _PAIR = 2 * PAGE
 _WRITE_PAIRS = 512
+_READ_BYTES = 1 << 20
 
 
 class DeletesLog:
@@ -56,14 +57,19 @@ class DeletesLog:
     def _read(self, fd: int) -> dict[Identity, int]:
         size = self._io.size(fd)
         found: dict[Identity, int] = {}
-        with BufferPool().lend(1 << 20) as buffer:
-            for start in range(0, size, 1 << 20):
-                count = read_fully(self._io, fd, [buffer[: min(1 << 20, size - start)]], start)
+        bad = 0
+        self.bad_pages = 0
+        with BufferPool().lend(_READ_BYTES) as buffer:
+            for start in range(0, size, _READ_BYTES):
+                count = read_fully(self._io, fd, [buffer[: min(_READ_BYTES, size - start)]], start)
                 for at in range(0, count - PAGE + 1, PAGE):
                     lines = unpack_deletes(buffer[at : at + PAGE])
                     if lines is None:
-                        self.bad_pages += 1
+                        bad += 1
                         continue
+                    # A page that is bad and has sound ones behind it was damaged; bad ones at the end are an append that tore.
+                    self.bad_pages += bad
+                    bad = 0
                     for identity, sequence in lines:
                         found[identity] = max(sequence, found.get(identity, 0))
         return found
@@ -74,21 +80,28 @@ class DeletesLog:
         Raises OSError; the old log is then still in use.
         """
         with self._lock:
-            kept = [(identity, sequence) for identity, sequence in self.load().items() if identity in needed]
-            temporary = self._path.with_suffix(".tmp")
-            if temporary.name in self._io.listdir(self._root):
-                self._io.unlink(temporary)
-            fd = self._io.open(temporary, create=True)
-            try:
-                pairs = self._write(fd, 0, kept)
-                self._io.fdatasync(fd)
-                self._io.rename(temporary, self._path)
-                self._io.fsync_dir(self._root)
-            except OSError:
-                self._io.close(fd)
-                raise
-            self.close()
-            self._fd, self._pairs, self.lines = fd, pairs, len(kept)
+            self._replace([(identity, sequence) for identity, sequence in self.load().items() if identity in needed])
+
+    def replace(self, lines: list[tuple[Identity, int]]) -> None:
+        """Replace the log by these lines, as `rewrite` does."""
+        with self._lock:
+            self._replace(lines)
+
+    def _replace(self, kept: list[tuple[Identity, int]]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        if temporary.name in self._io.listdir(self._root):
+            self._io.unlink(temporary)
+        fd = self._io.open(temporary, create=True)
+        try:
+            pairs = self._write(fd, 0, kept)
+            self._io.fdatasync(fd)
+            self._io.rename(temporary, self._path)
+            self._io.fsync_dir(self._root)
+        except OSError:
+            self._io.close(fd)
+            raise
+        self.close()
+        self._fd, self._pairs, self.lines = fd, pairs, len(kept)
 
     def append(self, lines: list[tuple[Identity, int]], *, sync: bool) -> None:
         """Add lines; with `sync` they are on stable storage on return. Raises OSError: then they may or may not be there."""

@@ -70,7 +70,8 @@ class Evictor:
     def _make(self, retention: int, moving: list[Draft]) -> Region:
         size = self._catalog.geometry.region_bytes
         while True:
-            self._files.trim(size)
+            if not self._files.has_free():
+                self._files.trim(size)
             room = self._files.has_free() or self._catalog.held_bytes + size <= self._catalog.geometry.max_bytes
             if room:
                 try:
@@ -177,26 +178,30 @@ class Evictor:
                 drafts.append(draft)
         return drafts
 
-    def _drop(
-        self, region: Region, records: list[IndexEntry] | None, *, moved: int = 0, deleting: bool = False, sync: bool = False
-    ) -> None:
+    def _drop(self, region: Region, records: list[IndexEntry] | None, *, moved: int = 0, deleting: bool = False) -> None:
         """Forget a region and give its file back. Raises AdapterError where what must stay dead could not be noted."""
         catalog = self._catalog
         with catalog.changed:
             gone = region.live
-            lines = catalog.forget_region_locked(region, records)
+            lines, identities = catalog.forget_region_locked(region, records)
             catalog.counters.evictions += max(0, gone - moved)
-        if lines:
-            try:
+        try:
+            if lines:
                 self._deletes.append(lines, sync=True)
-            except OSError as error:
-                catalog.counters.io_errors += 1
-                raise AdapterError(f"{self._root}: cannot write the deletes log: {error.strerror}") from error
+        except OSError as error:
+            catalog.counters.io_errors += 1
+            self._lost(identities)
+            raise AdapterError(f"{self._root}: cannot write the deletes log: {error.strerror}") from error
         if not self._files.release(region):
-            # A restart would find it again. What it holds stays noted as stale, so that newer records of the same identities
-            # leave a line in the deletes log when they go.
-            with catalog.changed:
-                for record in records or ():
-                    catalog.stale[record.identity] = catalog.stale.get(record.identity, 0) + 1
+            self._lost(identities)
             if deleting:
                 raise AdapterError(f"{self._root}: a delete may not outlive a restart: a region could not be emptied")
+
+    def _lost(self, identities: set[Identity]) -> None:
+        """A region is forgotten here, but a restart will find it again.
+
+        What it holds stays noted as stale for good, so that deletes, and newer records that go, leave a line in the log.
+        """
+        with self._catalog.changed:
+            for identity in identities:
+                self._catalog.stale[identity] = self._catalog.stale.get(identity, 0) + 1

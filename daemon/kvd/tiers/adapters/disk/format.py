@@ -40,6 +40,7 @@ ENTRIES_PER_PAGE = 36
 DELETES_PER_PAGE = 56
 
 _CHECKSUM_AT = PAGE - 8
+_HALF = PAGE // 2
 _U64 = struct.Struct("<Q")
 _REGION = struct.Struct("<8sIB3xQQQQ")
 _EXTENT = struct.Struct("<8sIBBHQQQQQQ64s16sQI")
@@ -106,18 +107,18 @@ def region_sequence(name: str) -> int | None:
     return int(stem, 16)
 
 
-def _sealed(body: bytes) -> bytes:
-    """A page: `body`, zeros, and the checksum of both in the last 8 bytes."""
-    page = body.ljust(_CHECKSUM_AT, b"\0")
+def _sealed(body: bytes, size: int = PAGE) -> bytes:
+    """`size` bytes: `body`, zeros, and the checksum of both in the last 8."""
+    page = body.ljust(size - 8, b"\0")
     return page + _U64.pack(xxhash.xxh3_64_intdigest(page))
 
 
-def _intact(page: Bytes) -> bool:
-    return len(page) == PAGE and _U64.unpack_from(page, _CHECKSUM_AT)[0] == xxhash.xxh3_64_intdigest(page[:_CHECKSUM_AT])
+def _intact(page: Bytes, size: int = PAGE) -> bool:
+    return len(page) == size and _U64.unpack_from(page, size - 8)[0] == xxhash.xxh3_64_intdigest(page[: size - 8])
 
 
 class RegionHeader(NamedTuple):
-    """Page 0 of a region file. A file without a valid one holds nothing."""
+    """Page 0 of a region file: two equal halves, either of which will do. A file without a sound one holds nothing."""
 
     retention: int
     region_bytes: int
@@ -128,17 +129,20 @@ class RegionHeader(NamedTuple):
 
     def pack(self) -> bytes:
         """One page."""
-        return _sealed(
-            _REGION.pack(REGION_MAGIC, self.version, self.retention, self.region_bytes, self.sequence, self.nonce, self.created_ns)
+        body = _REGION.pack(
+            REGION_MAGIC, self.version, self.retention, self.region_bytes, self.sequence, self.nonce, self.created_ns
         )
+        return 2 * _sealed(body, _HALF)
 
     @classmethod
     def unpack(cls, page: Bytes) -> "RegionHeader | None":
         """The header in `page`, of any format version (the caller refuses strange ones by name)."""
-        if not _intact(page):
-            return None
-        magic, version, retention, size, sequence, nonce, created = _REGION.unpack_from(page)
-        return cls(retention, size, sequence, nonce, created, version) if magic == REGION_MAGIC else None
+        for half in (page[:_HALF], page[_HALF:]):
+            if _intact(half, _HALF):
+                magic, version, retention, size, sequence, nonce, created = _REGION.unpack_from(half)
+                if magic == REGION_MAGIC:
+                    return cls(retention, size, sequence, nonce, created, version)
+        return None
 
 
 class ExtentHeader(NamedTuple):
@@ -203,6 +207,11 @@ class IndexEntry(NamedTuple):
             self.identity, self.sequence, self.offset, self.length, self.expires_ns, self.tick,
             _KIND_VALUE, self.retention, self.flags, 0,
         )  # fmt: skip
+
+
+def blank_entry() -> bytes:
+    """An entry that means nothing (kind 0): it fills an index page that was mended."""
+    return bytes(ENTRY_BYTES)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ _SLOT_MASK = (1 << 16) - 1
 _LENGTH_MASK = (1 << 36) - 1
 _TICK_MASK = (1 << 38) - 1
 _PLACE_MASK = (1 << 40) - 1
+_EXPIRY_MAX = (1 << 64) - 1
 _TICK_CLEAR = ~(_TICK_MASK << 78)
 
 
@@ -42,15 +43,10 @@ class Entry(NamedTuple):
     expires_ns: int
 
 
-def pack(entry: Entry) -> int:
-    """The integer that stands for `entry`."""
+def pack(slot: int, offset: int, length: int, retention: int, tick: int, expires_ns: int) -> int:
+    """The integer that stands for an entry."""
     return (
-        entry.offset >> 12
-        | entry.slot << 24
-        | entry.length << 40
-        | entry.retention << 76
-        | (entry.tick & _TICK_MASK) << 78
-        | entry.expires_ns << 116
+        offset >> 12 | slot << 24 | length << 40 | retention << 76 | (tick & _TICK_MASK) << 78 | min(expires_ns, _EXPIRY_MAX) << 116
     )
 
 

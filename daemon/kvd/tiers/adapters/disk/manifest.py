@@ -66,6 +66,14 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
         raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}") from error
 
 
+def refuse_strange(io: Storage, root: Path) -> None:
+    """Raise AdapterConfigError where the manifest names another format or version. Raises OSError."""
+    if MANIFEST in io.listdir(root):
+        found = _parse(_read(io, root / MANIFEST))
+        if found is not None:
+            _refuse_strange(root, found)
+
+
 def _parse(text: bytes) -> dict[str, object] | None:
     try:
         found = json.loads(text)
@@ -97,7 +105,12 @@ def _read(io: Storage, path: Path) -> bytes:
 
 
 def _write(io: Storage, root: Path, region_bytes: int, created_ns: int) -> None:
-    content = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "created_ns": created_ns, "region_bytes": region_bytes}
+    content: dict[str, object] = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "created_ns": created_ns,
+        "region_bytes": region_bytes,
+    }
     temporary = root / (MANIFEST + ".tmp")
     if temporary.name in io.listdir(root):
         io.unlink(temporary)

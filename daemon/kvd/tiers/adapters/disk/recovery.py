@@ -31,7 +31,7 @@ from kvd.tiers.adapters.disk.format import (
     RegionHeader,
     region_sequence,
 )
-from kvd.tiers.adapters.disk.index import MAX_REGION_BYTES, Entry, pack
+from kvd.tiers.adapters.disk.index import MAX_REGION_BYTES, pack
 from kvd.tiers.adapters.disk.recency import Recency
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.scan import Scan, Source, entry_of, scan_region
@@ -50,6 +50,8 @@ class Found:
     """Bytes the file has."""
     header: RegionHeader | None = None
     scan: Scan | None = None
+    damaged: bool = False
+    """Page 0 is neither a header nor empty: what was in the file is lost."""
 
 
 def find_regions(io: Storage, root: Path, *, direct: bool, pool: BufferPool) -> list[Found]:
@@ -75,6 +77,7 @@ def _examine(io: Storage, file: Found, pool: BufferPool) -> None:
         if read_fully(io, file.fd, [page[:PAGE]], 0) != PAGE:
             return
         header = RegionHeader.unpack(page[:PAGE])
+        file.damaged = header is None and any(page[:PAGE])
     if header is None:
         return
     if header.version != FORMAT_VERSION:
@@ -154,9 +157,12 @@ def _table(scan: Scan) -> NDArray[np.void]:
 
 
 def _hashes(identities: NDArray[np.void]) -> NDArray[np.uint64]:
-    """64 bits of each identity: equal identities have equal ones (keys are digests, so hardly any others do)."""
+    """64 bits of each identity: equal identities have equal ones, and hardly any others do, whatever the keys look like."""
     words = np.ascontiguousarray(identities).view(np.uint64).reshape(-1, IDENTITY_BYTES // 8)
-    mixed: NDArray[np.uint64] = words[:, 4] ^ (words[:, 0] * np.uint64(0x9E3779B97F4A7C15))
+    mixed = np.zeros(len(words), np.uint64)
+    for column in range(words.shape[1]):
+        mixed = (mixed ^ words[:, column]) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
     return mixed
 
 
@@ -180,7 +186,7 @@ def _insert(catalog: Catalog, regions: dict[int, Region], rows: NDArray[np.void]
     put = catalog.index.put
     columns = [rows[name].tolist() for name in ("identity", "offset", "length", "retention", "tick", "expires")]
     for identity, offset, length, retention, tick, expires, slot in zip(*columns, slots.tolist(), strict=True):
-        put(identity, pack(Entry(slot, offset, length, retention, tick, expires)))
+        put(identity, pack(slot, offset, length, retention, tick, expires))
     if not len(rows):
         return
     size = np.where(

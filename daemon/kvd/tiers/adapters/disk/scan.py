@@ -39,6 +39,15 @@ _WALK_WINDOW = 1 << 16
 _VERIFY_MAX = 8 << 20
 
 
+@dataclass(frozen=True)
+class Gap:
+    """An index page that could not be used, and the range of the file that it covered."""
+
+    page: int
+    start: int
+    stop: int
+
+
 @dataclass
 class Scan:
     """What a region file holds."""
@@ -54,10 +63,15 @@ class Scan:
     full_pages: int = 0
     covered: int = PAGE
     """Where the entries that are in no full index page begin."""
-    damaged_pages: int = 0
+    gaps: list[Gap] = field(default_factory=list)
     """Index pages that could not be used although others follow them."""
     torn: int = 0
     """Extents with a sound header whose payload is not the one that was written."""
+
+    @property
+    def damaged_pages(self) -> int:
+        """How many index pages could not be used."""
+        return len(self.gaps)
 
     def entries(self) -> list[IndexEntry]:
         """All entries, in no particular order."""
@@ -88,7 +102,7 @@ def scan_region(io: Storage, source: Source, pool: BufferPool) -> Scan:
     at = PAGE
     for page in pages:
         if page.covers_from > at:
-            scan.damaged_pages += 1
+            scan.gaps.append(Gap(page.number - 1, at, page.covers_from))
             _walk(io, source, scan, pool, at, page.covers_from)
         blocks.append(page.entries)
         scan.epoch = max(scan.epoch, page.epoch)
@@ -221,6 +235,6 @@ def _same(header: ExtentHeader, source: Source, entry: IndexEntry) -> bool:
 def read_records(io: Storage, region: Region, pool: BufferPool) -> list[IndexEntry] | None:
     """Everything a region of the running store holds; None where part of it is unreadable. Raises OSError."""
     scan = scan_region(io, Source(region.fd, region.size, region.sequence, region.nonce), pool)
-    if scan.damaged_pages or scan.data_end < region.data_end:
+    if scan.gaps or scan.data_end < region.data_end:
         return None
     return scan.entries()
