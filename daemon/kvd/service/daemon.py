@@ -69,6 +69,7 @@ class Daemon:
         self.options = options
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._stopped = False  # the tiers are closed
         self._fresh = False  # a publication is already planned
         self._publisher: stats.Publisher | None = None
         self._published = 0.0
@@ -107,8 +108,8 @@ class Daemon:
             log.info("kvd %s serves %s with an arena of %s", __version__, options.socket, format_size(arena.capacity))
             ticking = loop.create_task(self._tick())
             await self._stopping.wait()
-            ticking.cancel()
             await self._stop()
+            ticking.cancel()
         finally:
             if self._window is not None:
                 await self._window.close()
@@ -153,6 +154,7 @@ class Daemon:
             closing.cancel()
             os._exit(1)
         hurry.cancel()
+        self._stopped = True
         self.tiering.tiers.clear()
 
     def _signalled(self, number: int) -> None:
@@ -207,7 +209,7 @@ class Daemon:
     def _publish(self) -> None:
         self._fresh = False
         self._published = time.monotonic()
-        if self._publisher is not None and not self._stopping.is_set():
+        if self._publisher is not None and not self._stopped:
             self._publisher.publish()
 
     def _info(self) -> dict[str, Any]:

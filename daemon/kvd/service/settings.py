@@ -8,6 +8,8 @@ import os
 import pwd
 import re
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from kvd.tiers.adapters.base import Adapter, AdapterError, Durability
 from kvd.wire.connection import default_socket
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import KvError, UsageError
+from kvtools.exits import Exit
 from kvtools.output import emit, table
 from kvtools.units import MAX_BYTES, format_size, parse_duration, parse_size
 
@@ -162,6 +165,11 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
     logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
+    run(options)
+
+
+def run(options: Options) -> None:
+    """Be the daemon with these options until told to stop. Raises what keeps it from starting."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -169,6 +177,19 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
             runner.run(Daemon(options).run())
         except AdapterError as error:
             raise KvError(f"cannot open the disk tier: {error.message}", hint=error.hint) from None
+    _leave()
+
+
+def _leave() -> None:
+    """End the process, also when a thread is inside a tier's call that never returns: it would be waited for, for ever."""
+    end = time.monotonic() + 1.0
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+        logging.getLogger("kvd").warning("leaving threads behind that do not end: %s", ", ".join(stuck))
+        logging.shutdown()
+        os._exit(Exit.FAILED)
 
 
 def _shown(value: Any, name: str) -> str:

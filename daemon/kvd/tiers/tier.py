@@ -36,6 +36,8 @@ BATCH_BYTES = 16 << 20
 WRITERS = 4
 LOAD_THREADS = 8
 FAILURES = 3
+CLOSE_S = 2.0
+"""An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
 
 
@@ -132,6 +134,8 @@ class Tier:
         self.load_s: list[Callable[[float], None]] = []
         """Who wants to know how long calls took."""
         self._under_way: set[Identity] = set()
+        self._loads_under_way = 0
+        self._closing = False
         self._writers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -140,7 +144,8 @@ class Tier:
         self._task = self._loop.create_task(self._work())
 
     async def close(self, deadline_s: float) -> None:
-        """Work off the queue until the deadline, then close the adapter."""
+        """Work off the queue until the deadline, then close the adapter, unless a call into it never returned."""
+        end = self._loop.time() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
@@ -148,14 +153,33 @@ class Tier:
             log.warning("tier %s: %d values were still on their way at the deadline", self.name, len(self.queue))
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, *self._writers, return_exceptions=True)
-        try:
-            async with asyncio.timeout(deadline_s + 5):
-                await self._loop.run_in_executor(self._changes, self.adapter.close, deadline_s)
-        except (TimeoutError, AdapterError) as error:
-            log.warning("tier %s did not close cleanly: %s", self.name, error)
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._closing = True  # look-ups find nothing here any more, so no load begins
+        if await self._quiet(max(CLOSE_S, end - self._loop.time())):
+            await self._close_adapter(max(CLOSE_S, end - self._loop.time()))
+        else:
+            # Closing files under a call that may come back would be worse than leaving them to the next start's recovery.
+            log.warning("tier %s: a call into it does not return: it is left as it is", self.name)
         self._changes.shutdown(wait=False, cancel_futures=True)
         self._loads.shutdown(wait=False, cancel_futures=True)
+
+    async def _quiet(self, seconds: float) -> bool:
+        """Wait until no thread is inside the adapter; False when that takes too long."""
+        end = self._loop.time() + seconds
+        while self._writers or self._loads_under_way:
+            if self._loop.time() >= end:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def _close_adapter(self, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s + CLOSE_S):
+                await self._loop.run_in_executor(self._changes, self.adapter.close, deadline_s)
+        except (TimeoutError, AdapterError) as error:
+            log.warning("tier %s did not close cleanly: %s", self.name, str(error) or type(error).__name__)
+        except Exception:  # a thread edge: what one adapter cannot close must not keep the others from closing
+            log.exception("tier %s did not close cleanly", self.name)
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -351,7 +375,7 @@ class Tier:
 
     def has(self, identities: Sequence[Identity]) -> list[Hit | None]:
         """What the tier holds, for adapters with a local index; nothing while its breaker is open."""
-        if self.breaker.open or not self.adapter.capabilities.local_index:
+        if self._closing or self.breaker.open or not self.adapter.capabilities.local_index:
             return [None] * len(identities)
         found = self.adapter.lookup(identities)
         if self.doomed:
@@ -360,7 +384,10 @@ class Tier:
 
     async def load(self, wants: list[Want]) -> list[Loaded]:
         """Fill the buffers; they are not touched any more when this returns. Never raises."""
+        if self._closing:
+            return [Loaded.ERROR] * len(wants)
         begun = self.store.monotonic()
+        self._loads_under_way += 1
         try:
             results = _one_each(await self._loop.run_in_executor(self._loads, self.adapter.load, wants), wants)
             self._took(self.load_s, begun)
@@ -371,6 +398,8 @@ class Tier:
             log.exception("tier %s: load failed unexpectedly", self.name)
             self._failed(repr(error))
             return [Loaded.ERROR] * len(wants)
+        finally:
+            self._loads_under_way -= 1
         if Loaded.ERROR in results:
             self._failed("io_error")
         elif self.breaker.failures:

@@ -148,7 +148,10 @@ class Client:
         small = [i for i, view in enumerate(views) if len(view) <= p.INLINE_BYTES]
         for batch in split(small, views, INLINE_FRAME):
             request = p.PutInline(0, space, [items[i][0] for i in batch], [bytes(views[i]) for i in batch], klass, expires, wait_ms)
-            answer = self._again(lambda link, r=request: link.call(r, p.Committed, self._patience(wait_ms)), self._writer)  # type: ignore[misc]
+            try:
+                answer = self._again(lambda link, r=request: link.call(r, p.Committed, self._patience(wait_ms)), self._writer)  # type: ignore[misc]
+            except Draining:
+                answer = p.Committed(0, ["draining"] * len(batch), 0, [], [])
             fill(results, batch, answer)
         large = [i for i, view in enumerate(views) if len(view) > p.INLINE_BYTES]
         if large:
