@@ -191,6 +191,7 @@ class InProcess:
         self.daemon = Daemon(self.options)
         self.loop = _Loop()
         self.failure: BaseException | None = None
+        self._signalled = False
         self._thread = threading.Thread(target=self._run, name="kvd-in-process")
 
     def _run(self) -> None:
@@ -212,7 +213,9 @@ class InProcess:
         return Client(self.socket, **options)
 
     def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """What the daemon does when its process gets this signal."""
+        """What the daemon does when its process gets this signal. Once: a second one ends the process, which is the test's."""
+        assert not self._signalled
+        self._signalled = True
         self.loop.call_soon_threadsafe(self.loop.handlers[number])
 
     def ask(self, question: Callable[[], T]) -> T:
@@ -260,9 +263,9 @@ class InProcess:
         assert not self._thread.is_alive(), "the daemon did not stop"
 
     def stop(self) -> None:
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not self._signalled:
             self.signal()
-            self.wait()
+        self.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
