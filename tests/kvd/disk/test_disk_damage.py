@@ -91,9 +91,10 @@ def test_a_flipped_bit_never_gives_wrong_bytes(tmp_path, clean):
                 target.write(whole)
             try:
                 seen_corrupt[kind] += check(copy, now, ever, strict=clean)
-            except AdapterConfigError as error:
-                # The one file that is read before anything is trusted: it may say another format now, and is believed.
-                assert kind == "manifest.json", error
+            except AdapterConfigError:
+                # The manifest is the one file that is read before anything is trusted: it may name another format now.
+                if kind != "manifest.json":
+                    raise
             shutil.rmtree(copy)
     assert seen_corrupt["payload"] >= 3
     assert seen_corrupt["inline value"] >= 3

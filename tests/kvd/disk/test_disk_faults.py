@@ -1,0 +1,291 @@
+"""A disk that fails, fills up or writes short: the store degrades, says so per item or by AdapterError, and is never wrong."""
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvd.tiers.adapters.base import AdapterError, AdapterFull, Durability, Loaded, Want
+from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.disk.buffers import BufferPool
+from kvd.tiers.adapters.disk.storage import RealStorage, read_fully, write_fully
+from tests.kvd.disk.helpers import get, get_as, identity, item, opened, put, value
+from tests.kvd.disk.simstorage import SimStorage
+
+ROOT = Path("/sim")
+
+
+def simulated(io: SimStorage, max_bytes: int = 1 << 20, **more) -> DiskAdapter:
+    return opened(ROOT, max_bytes, io=io, **more)
+
+
+def only(call: str, error: int, times: int = 1 << 30):
+    """A fault that makes one call fail so many times."""
+    left = [times]
+
+    def fault(name: str, path: Path, size: int) -> OSError | None:
+        if name == call and left[0] > 0 and path.suffix == ".kvcache":
+            left[0] -= 1
+            return OSError(error, os.strerror(error), str(path))
+        return None
+
+    return fault
+
+
+def test_an_io_error_on_write_is_reported_and_heals():
+    io = SimStorage()
+    adapter = simulated(io)
+    put(adapter, identity(1), b"before")
+    io.fault = only("pwritev", errno.EIO)
+    with pytest.raises(AdapterError, match="I/O error"):
+        put(adapter, identity(2), value(2, 9000))
+    assert adapter.counters.io_errors > 0
+    assert get(adapter, identity(1)) == b"before"
+    assert get(adapter, identity(2)) is None
+    io.fault = None
+    assert put(adapter, identity(2), value(3, 9000))
+    assert get(adapter, identity(2)) == value(3, 9000)
+    io.kill()
+    adapter = simulated(io)
+    assert (get(adapter, identity(1)), get(adapter, identity(2))) == (b"before", value(3, 9000))
+    adapter.close()
+
+
+def test_a_failing_device_does_not_empty_the_tier():
+    io = SimStorage()
+    adapter = simulated(io)
+    for number in range(30):
+        put(adapter, identity(number), value(number, 20_000))
+    held = adapter.usage().entries
+    io.fault = only("pwritev", errno.EIO)
+    for number in range(100, 106):
+        with pytest.raises(AdapterError):
+            put(adapter, identity(number), value(number, 20_000))
+    assert adapter.usage().entries >= held // 2
+    adapter.close()
+
+
+def test_an_io_error_on_read_is_an_error_not_a_miss():
+    io = SimStorage()
+    adapter = simulated(io)
+    put(adapter, identity(1), value(1, 9000))
+    put(adapter, identity(2), value(2, 9000))
+    io.fault = only("preadv", errno.EIO)
+    with pytest.raises(AdapterError, match="cannot read"):
+        get(adapter, identity(1))
+    io.fault = only("preadv", errno.EIO, times=1)
+    buffer = memoryview(bytearray(9000))
+    results = adapter.load([Want(identity(1), buffer), Want(identity(3), buffer)])
+    assert results == [Loaded.ERROR, Loaded.MISS]
+    io.fault = None
+    assert get(adapter, identity(1)) == value(1, 9000)
+    adapter.close()
+
+
+def test_no_space_for_a_new_file_means_fewer_regions():
+    io = SimStorage(capacity=600 << 10)
+    adapter = simulated(io, 1 << 20, region_bytes=128 << 10)
+    for number in range(100):
+        assert put(adapter, identity(number), value(number, 20_000))
+    assert 3 <= adapter.describe()["regions"] <= 4
+    assert get(adapter, identity(99)) == value(99, 20_000)
+    adapter.close()
+
+
+def test_no_space_at_all_is_full():
+    io = SimStorage(capacity=50 << 10)
+    adapter = simulated(io)
+    with pytest.raises(AdapterFull):
+        put(adapter, identity(1), b"x")
+    assert adapter.store([]) == []
+    adapter.close()
+
+
+def test_the_free_space_floor_is_kept():
+    io = SimStorage(capacity=1 << 20)
+    adapter = simulated(io, 8 << 20, region_bytes=128 << 10, free_floor_bytes=512 << 10)
+    for number in range(60):
+        assert put(adapter, identity(number), value(number, 20_000))
+        assert io.free_bytes(ROOT)[0] >= 512 << 10
+    adapter.close()
+
+
+def test_no_space_in_a_preallocated_file_is_full():
+    """Copy-on-write and sparse file systems may run out of space in a file that has its size."""
+    io = SimStorage()
+    adapter = simulated(io)
+    put(adapter, identity(1), b"x")
+    io.fault = only("pwritev", errno.ENOSPC)
+    with pytest.raises(AdapterFull, match="no space"):
+        put(adapter, identity(2), b"y")
+    assert get(adapter, identity(1)) == b"x"
+    adapter.close()
+
+
+@pytest.mark.parametrize("step", [4096, 12_288, 100_000])
+def test_short_writes_and_reads_are_gone_on_with(step):
+    io = SimStorage()
+    adapter = simulated(io, 64 << 20)
+    io.fault = lambda call, _path, size: min(size, step) if call in ("pwritev", "preadv") else None
+    values = {identity(number): value(number, length) for number, length in enumerate([10, 5000, 100_000, 6 << 20])}
+    adapter.store([item(name, data, arena=True) for name, data in values.items()])
+    for arena in (True, False):
+        assert all(get(adapter, name, arena=arena) == data for name, data in values.items())
+    adapter.close()
+    adapter = simulated(io, 64 << 20)
+    assert all(get(adapter, name) == data for name, data in values.items())
+    adapter.close()
+
+
+def test_a_write_that_stops_is_an_error():
+    io = SimStorage()
+    fd = io.open(ROOT / "file", create=True)
+    io.fault = lambda call, _path, size: 100
+    with pytest.raises(OSError, match="stops short"):
+        write_fully(io, fd, [memoryview(bytes(9000))], 0)
+    io.fault = lambda call, _path, size: 0
+    with pytest.raises(OSError, match="no progress"):
+        write_fully(io, fd, [memoryview(bytes(9000))], 0)
+    io.fault = None
+    write_fully(io, fd, [memoryview(b"abc"), memoryview(b"def")], 0)
+    target = bytearray(10)
+    assert read_fully(io, fd, [memoryview(target)], 0) == 10
+    assert bytes(target[:6]) == b"abcdef"
+
+
+# -- durability ------------------------------------------------------------------------------------------------------------
+
+
+def test_none_never_syncs_on_the_path():
+    io = SimStorage()
+    adapter = simulated(io)
+    io.syncs = 0
+    for number in range(100):
+        put(adapter, identity(number), value(number, 20_000))
+    assert io.syncs == 0
+    assert adapter.store([item(identity(1), b"x")])[0].durability is Durability.NONE
+    assert adapter.flush() is Durability.FSYNC
+    assert io.syncs > 0
+    adapter.close()
+
+
+def test_fsync_syncs_before_it_answers():
+    io = SimStorage()
+    adapter = simulated(io, durability=Durability.FSYNC)
+    order = []
+    io.fault = lambda call, path, _size: order.append(call) if path.suffix == ".kvcache" or call == "fsync_dir" else None
+    assert adapter.store([item(identity(1), b"x")])[0] == (True, "", Durability.FSYNC)
+    assert order[-2:] == ["fdatasync", "fsync_dir"]
+    adapter.close()
+
+
+def test_a_failed_sync_is_not_acknowledged():
+    io = SimStorage()
+    adapter = simulated(io, durability=Durability.FSYNC)
+    put(adapter, identity(1), b"kept")
+    io.fault = only("fdatasync", errno.EIO)
+    with pytest.raises(AdapterError):
+        put(adapter, identity(2), b"lost")
+    assert get_as(adapter, identity(2)) == (Loaded.MISS, None)
+    io.fault = None
+    assert get(adapter, identity(1)) == b"kept"
+    adapter.close()
+
+
+def test_group_syncs_by_itself(tmp_path):
+    import threading
+
+    class Counting(RealStorage):
+        synced = threading.Event()
+
+        def fdatasync(self, fd: int) -> None:
+            super().fdatasync(fd)
+            self.synced.set()
+
+    io = Counting()
+    adapter = opened(tmp_path, io=io, durability=Durability.GROUP, group_interval_s=0.005)
+    io.synced.clear()
+    assert adapter.store([item(identity(1), b"x")])[0].durability is Durability.GROUP
+    assert io.synced.wait(5)
+    adapter.close()
+
+
+def test_concurrent_fsyncs_share_the_device(tmp_path):
+    import threading
+    import time
+
+    class Slow(RealStorage):
+        syncs = 0
+
+        def fdatasync(self, fd: int) -> None:
+            time.sleep(0.02)
+            super().fdatasync(fd)
+            self.syncs += 1
+
+    io = Slow()
+    adapter = opened(tmp_path, io=io, durability=Durability.FSYNC)
+    put(adapter, identity(0), b"x")
+    io.syncs = 0
+    threads = [threading.Thread(target=put, args=(adapter, identity(number), b"x")) for number in range(1, 17)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert io.syncs <= 10
+    adapter.close()
+
+
+# -- real file systems -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A tmpfs of 2 MiB, where we may mount one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True).returncode
+    ):
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_real_full_disk(small_disk):
+    adapter = opened(small_disk / "store", 8 << 20, region_bytes=256 << 10)
+    for number in range(200):
+        assert put(adapter, identity(number), value(number, 20_000))
+    assert get(adapter, identity(199)) == value(199, 20_000)
+    assert adapter.describe()["allocated_bytes"] <= 2 << 20
+    adapter.close()
+    adapter = opened(small_disk / "store", 8 << 20, region_bytes=256 << 10)
+    assert get(adapter, identity(199)) == value(199, 20_000)
+    adapter.close()
+
+
+def test_descriptors_and_threads_are_given_back(tmp_path):
+    import threading
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = count()
+    for durability in Durability:
+        adapter = opened(tmp_path, 1 << 20, durability=durability)
+        for number in range(100):
+            put(adapter, identity(number), value(number, 20_000))
+        adapter.close()
+        adapter.close()
+    assert count() == before
+
+
+def test_buffers_are_lent_aligned_and_kept_within_bounds():
+    pool = BufferPool(keep_bytes=1 << 20)
+    with pool.lend(1) as one, pool.lend(70_000) as two:
+        assert (len(one), len(two)) == (65_536, 131_072)
+    with pool.lend(8 << 20):
+        pass
+    assert pool._kept <= 1 << 20
