@@ -113,6 +113,8 @@ class ModelConfig:
     """Device memory (on each of `devices`) that the awake engine holds besides its KV pool."""
     kv_bytes: int = 0
     """KV memory that must be free for a wake-up; the pool grows from there."""
+    weight: float = 1.0
+    """This model's part of the KV memory that the awake models of a device share."""
     instance: Instance | None = None
 
 
@@ -293,7 +295,14 @@ def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelC
         segment=section.take("segment", _segment, config.segment),
         weights_bytes=section.take("weights_bytes", size, 0),
         kv_bytes=section.take("kv_bytes", size, 0),
+        weight=section.take("weight", _weight, 1.0),
     )
+
+
+def _weight(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1000:
+        raise ConfigError(f"expected a number above 0 and up to 1000, found {value!r}")
+    return float(value)
 
 
 def _indices(value: Any) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class Engine:
         self._supervisor = supervisor
         self._held: Held | None = None
         self._vain = 0
-        backend.machine.patient = True
+        backend.machine.patient, backend.process_up = True, False
         self._task = asyncio.create_task(self._run(), name=f"engine {self.instance.name}")
 
     @property
@@ -125,6 +125,9 @@ class Engine:
         ended: asyncio.Task[int] | None = None
         try:
             async with self._supervisor.turn(self.config):
+                if self._supervisor.make_room is not None:
+                    await self._supervisor.make_room(self.config.name)
+                self.backend.process_up = True
                 held = await self._hold(output)
                 ended = asyncio.create_task(held.wait())
                 ready = await self._becomes_ready(ended)
@@ -178,6 +181,7 @@ class Engine:
         return False
 
     async def _clean_up(self) -> None:
+        self.backend.process_up = False
         held, self._held = self._held, None
         if held is not None:
             await held.end(self._supervisor.shutdown_timeout_s)
@@ -234,6 +238,7 @@ class Supervisor:
         self.launch_delay_s = config.launch_delay_s
         self.shutdown_timeout_s = config.shutdown_timeout_s
         self.root = root
+        self.make_room = router.make_room
         self.poll_s = min(poll_s, config.health_interval_s)
         self._router = router
         self._log_dir = config.log_dir or default_log_dir(environ)

@@ -28,22 +28,36 @@ from kvgate.traffic import TrafficMonitor
 log = logging.getLogger("kvgate.router")
 
 MakeRoom = Callable[[str], Awaitable[None]]
+"""Returns when the model of this name may wake up."""
 
 
 class Backend:
     """One model and its engine."""
 
     def __init__(
-        self, config: ModelConfig, gate: GateConfig, session: aiohttp.ClientSession, *, make_room: MakeRoom | None = None
+        self,
+        config: ModelConfig,
+        gate: GateConfig,
+        session: aiohttp.ClientSession,
+        *,
+        make_room: MakeRoom | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.name = config.name
         self.lane = Lane(config.name, config.limits.max_concurrency, config.limits.max_queue)
         self.control = HttpControl(session, config.endpoint.url, api_key=config.api_key)
         self.machine = SleepMachine(
-            config.name, self.lane, self.control, config.sleep, health_failures=gate.health_failures, make_room=make_room
+            config.name,
+            self.lane,
+            self.control,
+            config.sleep,
+            health_failures=gate.health_failures,
+            make_room=make_room,
+            on_change=on_change,
         )
-        self.healthy = False
+        self.process_up: bool | None = None
+        """Whether the engine's process runs, for one that kvgate starts itself; None for the others."""
         self.card: dict[str, object] = {}
         """What the engine says of itself in /v1/models."""
         self._interval_s = gate.health_interval_s
@@ -61,8 +75,7 @@ class Backend:
     async def look(self) -> None:
         """One look at the engine."""
         await self.machine.check()
-        self.healthy = self.machine.reachable
-        if self.healthy and not self.card:
+        if self.machine.reachable and not self.card:
             await self._fetch_card()
 
     async def _fetch_card(self) -> None:
@@ -112,6 +125,8 @@ class Router:
         self.backends: dict[str, Backend] = {}
         self.traffic = traffic
         self.make_room: MakeRoom | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when any model's state changes."""
         self._session = session
         self._retired: set[asyncio.Task[None]] = set()
 
@@ -137,7 +152,7 @@ class Router:
                 self.backends[name] = had
                 done.unchanged.append(name)
                 continue
-            self.backends[name] = backend = Backend(config, gate, self._session, make_room=self.make_room)
+            self.backends[name] = backend = Backend(config, gate, self._session, make_room=self.make_room, on_change=self.on_change)
             backend.start()
             (done.added if had is None else done.changed).append(name)
             if had is not None:

@@ -29,6 +29,7 @@ from kvgate.guard import Guard, KeyRing, is_loopback
 from kvgate.idle import IdleWatch
 from kvgate.proxy import Proxy, new_session
 from kvgate.publish import Publisher
+from kvgate.room import Room
 from kvgate.router import Reloaded, Router
 from kvgate.traffic import TrafficMonitor
 from kvtools.errors import KvError, Refused
@@ -47,6 +48,8 @@ class Gate:
         self.traffic = TrafficMonitor()
         self.router = Router(self.traffic, self.session)
         self.idle = IdleWatch(self.router)
+        self.room = Room(self.router, config.devices)
+        self.router.make_room, self.router.on_change = self.room.make, self.room.changed
         self.supervisor = Supervisor(self.router, config)
         self.publisher = Publisher(self.router, config.path)
         self.guard = _guard(config)
@@ -57,6 +60,7 @@ class Gate:
         self.router.apply(self.config)
         self.supervisor.apply()
         self.idle.start()
+        self.room.start()
         self.publisher.start()
 
     def reload(self) -> Reloaded:
@@ -65,6 +69,7 @@ class Gate:
         guard = _guard(config)
         done = self.router.apply(config)
         self.supervisor.apply()
+        self.room.devices = config.devices
         self.config, self.guard = config, guard
         log.info("reloaded: added %s, removed %s, changed %s", done.added, done.removed, done.changed)
         return done
@@ -72,6 +77,7 @@ class Gate:
     async def stop(self) -> None:
         """Stop what `start` began, in the contract's order; requests have ended by now."""
         await self.idle.stop()
+        await self.room.stop()
         await self.supervisor.stop()
         await self.router.stop()
         await self.publisher.stop()

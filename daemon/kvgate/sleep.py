@@ -65,6 +65,7 @@ class SleepMachine:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         make_room: Callable[[str], Awaitable[None]] | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.lane = lane
@@ -85,6 +86,7 @@ class SleepMachine:
         self._control = control
         self._clock, self._wall = clock, wall
         self._make_room = make_room
+        self._on_change = on_change
         self._health_failures = health_failures
         self._missed = 0
         self._change: asyncio.Task[None] | None = None
@@ -339,6 +341,7 @@ class SleepMachine:
         if state is not self.state:
             log.info("%s: %s -> %s", self.name, self.state, state)
             self.since = self._clock()
+            self._on_change()
         if state is State.ASLEEP and self.asleep_since is None:
             self.asleep_since, self.asleep_at_wall = self._clock(), self._wall()
         if state in {State.AWAKE, State.STARTING}:
