@@ -165,6 +165,10 @@ class Engine:
                 elif (kind, name) in self.whole:
                     setattr(kind, name, self.whole.pop((kind, name)))
 
+    def log_stats(self) -> None:
+        """Write the interval's line to the log now."""
+        self._engine().do_log_stats()
+
     def preemptions(self) -> float:
         return sum(value for name, value in self.metrics().items() if name.startswith("vllm:num_preemptions"))
 
@@ -209,7 +213,13 @@ def nursery() -> None:
             os.dup2(log, 2)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             with open(wanted["out"], "w") as writer, open(wanted["in"]) as reader:
-                serve(reader, writer, wanted["arguments"])
+                try:
+                    serve(reader, writer, wanted["arguments"])
+                except BaseException:
+                    # Before the pipe closes: whoever reads its end wants to know why.
+                    import traceback
+
+                    traceback.print_exc()
             sys.stdout.flush()
             os._exit(0)
         print(pid, flush=True)

@@ -79,9 +79,8 @@ class MemoryClient:
         found = [self.values.get((namespace, key)) for key in keys]
         return MemoryLease([memoryview(value) if value is not None else None for value in found])
 
-    def claim(self, token: bytes, *, namespace: bytes, timeout_s: float) -> MemoryLease:
-        self._called("claim")
-        return MemoryLease([])
+    def unpin(self, token: bytes, *, namespace: bytes) -> None:
+        self._called("unpin")
 
     def write(self, sizes: Sequence[int], *, wait_s: float) -> MemoryLease:
         self._called("write")

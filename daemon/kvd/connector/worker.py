@@ -293,5 +293,5 @@ class Worker:
         up the rest; the token kept them from being evicted meanwhile.
         """
         if token is not None:
-            with contextlib.suppress(Down, KvdError):  # ended by its deadline, or by another rank with the same bytes
-                self._load_link.call(lambda client: client.claim(token, namespace=namespace, timeout_s=READ_SLICE_S).release())
+            with contextlib.suppress(Down, KvdError):
+                self._load_link.call(lambda client: client.unpin(token, namespace=namespace))

@@ -85,6 +85,7 @@ _CHECKS: dict[type[p.Request], Callable[[Any], str]] = {
     p.Delete: _keys,
     p.Where: _keys,
     p.Claim: lambda m: "" if len(m.namespace) == NAMESPACE_BYTES else _NAMES,
+    p.Unpin: lambda m: "" if len(m.namespace) == NAMESPACE_BYTES else _NAMES,
     p.Commit: _commit,
     p.PutInline: _put_inline,
     p.Reserve: _reserve,

@@ -75,6 +75,7 @@ class Operations:
             p.Drain: self.drain_now,
             p.Ping: self.ping,
             p.Where: self.where,
+            p.Unpin: self.unpin,
         }
 
     # ---- what the server asks for ------------------------------------------------------------------------------------
@@ -237,6 +238,14 @@ class Operations:
         if not gathering.parts:
             del self.tokens[m.token]
         return self._claimed(link, m, mine)
+
+    def unpin(self, link: Connection, m: p.Unpin) -> RESULT:
+        gathering = self.tokens.get(m.token)
+        if gathering is not None and m.namespace in gathering.parts:
+            gathering.split(m.namespace).let_go()
+            if not gathering.parts:
+                del self.tokens[m.token]
+        return p.Done(m.id)
 
     async def _claimed(self, link: Connection, m: p.Claim, gathering: Gathering) -> p.Answer:
         try:

@@ -337,6 +337,10 @@ class Client:
         answer = link.call(p.Claim(0, token, self._space(namespace), int(timeout * 900)), p.Leased, timeout)
         return ReadLease(link, asked, len(answer.offsets) // 8, answer)
 
+    def unpin(self, token: bytes, *, namespace: str | bytes | None = None) -> None:
+        """Let go of what a token pins in a namespace, when its values were read by key. No round trip; an ended token is fine."""
+        self.connect().tell(p.Unpin(0, token, self._space(namespace)))
+
     # ---- the rest ----------------------------------------------------------------------------------------------------
 
     def prefetch(self, keys: Sequence[bytes], *, deadline_s: float = 30.0, namespace: str | bytes | None = None) -> int:

@@ -193,6 +193,13 @@ class Where(Request, tag=28):
     keys: list[bytes]
 
 
+class Unpin(Request, tag=29):
+    """Let go of what a token still pins in one namespace, without counting a read. An ended token is no error."""
+
+    token: bytes
+    namespace: bytes
+
+
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +292,7 @@ AnyRequest = (
     | Drain
     | Ping
     | Where
+    | Unpin
 )
 AnyAnswer = Failed | Flags | Leased | Lent | Committed | PrefixFound | Count | Done | Info | KeyPage
 

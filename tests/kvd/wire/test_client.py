@@ -330,6 +330,20 @@ class TestPrefix:
         with pytest.raises(LeaseLost):
             client.claim(found.token)
 
+    def test_unpinning_ends_it_without_counting_a_read(self, daemon: Daemon, client: Client) -> None:
+        with daemon.client(namespace="unpin") as mine:
+            mine.put(key(1), b"v" * 9000)
+            before = mine.stats()
+            token = mine.prefix([key(1)], pin_s=30).token
+            assert token is not None
+            assert mine.stats()["tokens_active"] == 1
+            mine.unpin(token)
+            mine.unpin(token)
+            after = mine.stats()
+            assert (after["tokens_active"], after["gets_total"]) == (0, before["gets_total"])
+            with pytest.raises(LeaseLost):
+                mine.claim(token)
+
     def test_only_its_namespaces_can_be_claimed_each_once(self, client: Client) -> None:
         for name in ("a", "b"):
             client.put(key(1), data(9000), namespace=name)

@@ -151,6 +151,7 @@ def test_absurd_values_one_by_one(daemon: Daemon) -> None:
             p.Where(1, n[:-1], [b"n" + k]),
             p.Prefix(1, [n[:-1]], [b"n" + k]),
             p.Clear(1, n[:-1]),
+            p.Unpin(1, b"", n[:-1]),
             p.Keys(1, n[:-1]),
         ]
         for request in refused:
