@@ -136,6 +136,7 @@ class Tier:
         self._under_way: set[Identity] = set()
         self._loads_under_way = 0
         self._closing = False
+        self._full = False
         self._writers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -307,8 +308,11 @@ class Tier:
             results = _one_each(await self._loop.run_in_executor(self._changes, self.adapter.store, items), items)
             self._took(self.store_s, begun)
             self.breaker.succeeded()
+            self._full = False
         except AdapterFull as error:
-            log.warning("tier %s is full: %s", self.name, error.message)
+            if not self._full:  # once, not for every value that comes while it is
+                log.warning("tier %s is full: %s", self.name, error.message)
+            self._full = True
             results = [Stored(False, "full")] * len(batch)
         except AdapterError as error:
             self._failed(error.message)
