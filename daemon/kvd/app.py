@@ -39,6 +39,10 @@ def serve(
     durability: Annotated[
         str | None, typer.Option("--durability", metavar="WORD", help="none, group or fsync: what a stored value survives.")
     ] = None,
+    l2_adapter: Annotated[
+        list[str] | None,
+        typer.Option("--l2-adapter", metavar="JSON", help="One more tier: JSON or @FILE (repeatable, in order)."),
+    ] = None,
     socket_mode: Annotated[
         str | None, typer.Option("--socket-mode", metavar="OCTAL", help="Mode of the socket file [default: 0600].")
     ] = None,
@@ -73,6 +77,7 @@ def serve(
 ) -> None:
     """Run the daemon in the foreground until SIGTERM."""
     from kvd.service import settings
+    from kvd.tiers.adapters import registry
 
     flags = {
         "socket": socket,
@@ -80,6 +85,7 @@ def serve(
         "long_path": long_path or None,
         "long_bytes": long_bytes,
         "durability": durability,
+        "l2_adapter": [registry.parse_spec(one) for one in l2_adapter or ()] or None,
         "socket_mode": socket_mode,
         "socket_group": socket_group,
         "allow_uid": allow_uid or None,

@@ -1,4 +1,4 @@
-"""Blocks of README.md that are written by the project: the table of commands and the measured numbers.
+"""Blocks of documents that are written by the project: README's commands and numbers, the tables of ADAPTERS.md.
 
     python -m tests.support.generated            say which blocks are out of date (exit status 1)
     python -m tests.support.generated --write    rewrite them
@@ -14,7 +14,9 @@ from pathlib import Path
 from kvtools.cli import COMMANDS
 from tests.support.typer_tree import Node, walk
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+ADAPTERS = ROOT / "daemon" / "ADAPTERS.md"
 
 
 def commands() -> str:
@@ -39,14 +41,30 @@ def numbers() -> str:
     return readme_table()
 
 
+def capabilities() -> str:
+    """What each type of tier can do."""
+    from kvd.tiers.adapters import registry
+
+    return registry.capability_table()
+
+
+def fields() -> str:
+    """What may stand in the object of each type of tier."""
+    from kvd.tiers.adapters import registry
+
+    return registry.field_tables()
+
+
 BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "numbers": numbers}
+ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {"capabilities": capabilities, "fields": fields}
+DOCUMENTS = {README: BLOCKS, ADAPTERS: ADAPTER_BLOCKS}
 
 
 def block(text: str, name: str) -> str:
     """What stands in the block now. Raises ValueError where the markers are missing."""
     found = re.search(rf"<!-- begin {name} -->\n(.*?)<!-- end {name} -->", text, re.DOTALL)
     if not found:
-        raise ValueError(f"README.md has no block {name}")
+        raise ValueError(f"there is no block {name}")
     return found[1].strip("\n")
 
 
@@ -58,16 +76,18 @@ def replaced(text: str, name: str, body: str) -> str:
 
 
 def main(words: list[str]) -> int:
-    text = README.read_text()
-    stale = [name for name, make in BLOCKS.items() if block(text, name) != make()]
-    for name in stale:
-        if "--write" in words:
-            text = replaced(text, name, BLOCKS[name]())
-            print(f"README.md: block {name} written")
-        else:
-            print(f"README.md: block {name} is out of date: python -m tests.support.generated --write")
-    README.write_text(text)
-    return 1 if stale and "--write" not in words else 0
+    out_of_date = False
+    for path, blocks in DOCUMENTS.items():
+        text = path.read_text()
+        for name in [name for name, make in blocks.items() if block(text, name) != make()]:
+            if "--write" in words:
+                text = replaced(text, name, blocks[name]())
+                print(f"{path.name}: block {name} written")
+            else:
+                out_of_date = True
+                print(f"{path.name}: block {name} is out of date: python -m tests.support.generated --write")
+        path.write_text(text)
+    return 1 if out_of_date else 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.service.daemon import Daemon, Options
+from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterError, Durability
 from kvd.wire.connection import default_socket
 from kvtools.config import Resolved, Setting, resolve
@@ -96,6 +97,7 @@ SETTINGS = (
         ("KVD_DURABILITY",),
         help="What a stored value survives.",
     ),
+    Setting("l2_adapter", registry.parse_specs, [], ("KVD_L2_ADAPTER",), help="Further tiers, as JSON objects, in this order."),
     Setting("socket_mode", _mode, 0o600, ("KVD_SOCKET_MODE",), help="Mode of the socket file."),
     Setting("socket_group", _gid, None, ("KVD_SOCKET_GROUP",), help="Group of the socket file."),
     Setting("allow_uid", lambda t: [t], [], ("KVD_ALLOW_UID",), help="Users that may connect."),
@@ -137,6 +139,9 @@ def read_file(path: Path | None) -> dict[str, Any]:
     lists = {"long_path", "allow_uid", "allow_gid"}
     made: dict[str, Any] = {}
     for name, value in body.items():
+        if name == "l2_adapter":
+            made[name] = _specs(value, path)
+            continue
         if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
             raise UsageError(f"{name} in {path} is not a plain value")
         if isinstance(value, list):
@@ -144,6 +149,14 @@ def read_file(path: Path | None) -> dict[str, Any]:
         else:
             made[name] = str(value).lower() if isinstance(value, bool) else str(value)
     return made
+
+
+def _specs(value: Any, path: Path) -> list[registry.Spec]:
+    """Adapters in a file: [[l2_adapter]] tables, or JSON texts as on the command line."""
+    given = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, dict | str) for one in given):
+        raise UsageError(f"l2_adapter in {path} is no list of adapters", hint="one table [[l2_adapter]] for each")
+    return [registry.Spec(one) if isinstance(one, dict) else registry.parse_spec(one) for one in given]
 
 
 def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: bool = False) -> None:
@@ -176,7 +189,7 @@ def run(options: Options) -> None:
         try:
             runner.run(Daemon(options).run())
         except AdapterError as error:
-            raise KvError(f"cannot open the disk tier: {error.message}", hint=error.hint) from None
+            raise KvError(f"cannot open a tier: {error.message}", hint=error.hint) from None
     _leave()
 
 
@@ -217,7 +230,7 @@ def options_of(settings: Resolved) -> Options:
     return Options(
         socket=Path(value["socket"] or default_socket()).absolute(),
         max_bytes=value["max_bytes"],
-        adapters=_disks(value["long_path"], value["long_bytes"], Durability[value["durability"].upper()]),
+        adapters=_adapters(value),
         socket_mode=value["socket_mode"],
         socket_group=value["socket_group"],
         allow_uids=frozenset(map(_uid, value["allow_uid"])),
@@ -241,6 +254,12 @@ def memory_limit() -> int:
         if text.isdigit():
             limit = min(limit, int(text))
     return limit
+
+
+def _adapters(value: Mapping[str, Any]) -> list[Adapter]:
+    """The disk of --long-path first, then what --l2-adapter names, in that order."""
+    disks = _disks(value["long_path"], value["long_bytes"], Durability[value["durability"].upper()])
+    return disks + registry.build(value["l2_adapter"], taken=[disk.name for disk in disks])
 
 
 def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter]:

@@ -1,0 +1,246 @@
+"""From `--l2-adapter` objects to adapters: every type there is, in one place.
+
+TYPES says in which module a type's `Kind` stands; the module is imported when the type is named, so a daemon loads no
+library of a tier that it does not have. All objects are read before the first adapter is opened: a mistake in the last one
+ends the start before the first has touched its disk.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Capabilities, Durability
+from kvd.tiers.adapters.kind import MAX_BYTES, Field, Kind, mapping, nearest, path, read_eviction, read_fields, size, text, word
+from kvtools.errors import UsageError
+from kvtools.units import format_size
+
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+SECRET = re.compile(r"password|secret|token|access_key|credential", re.IGNORECASE)
+
+
+class Spec(dict[str, Any]):
+    """One adapter's object as given. As text, secrets that are written out are ***."""
+
+    def __str__(self) -> str:
+        return json.dumps(_redacted(self))
+
+    __repr__ = __str__
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: "***" if _is_secret(name, one) else _redacted(one) for name, one in value.items()}
+    return [_redacted(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    return bool(SECRET.search(name)) and isinstance(value, str) and not value.startswith(("env:", "file:"))
+
+
+def parse_spec(given: str) -> Spec:
+    """One `--l2-adapter`: JSON, or @FILE that holds it. Raises UsageError."""
+    if given.startswith("@"):
+        try:
+            given = Path(given[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--l2-adapter {given}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    try:
+        body = json.loads(given, object_pairs_hook=_no_twins)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint='such as {"type": "fs", "path": "/srv/kv"}'
+        ) from None
+    if not isinstance(body, dict):
+        raise UsageError("--l2-adapter is not a JSON object", hint='such as {"type": "fs", "path": "/srv/kv"}')
+    return Spec(body)
+
+
+def parse_specs(given: str) -> list[Spec]:
+    """The environment's form: one object, or an array of them."""
+    if given.lstrip().startswith("["):
+        try:
+            bodies = json.loads(given, object_pairs_hook=_no_twins)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+        if not all(isinstance(body, dict) for body in bodies):
+            raise UsageError("not an array of objects")
+        return [Spec(body) for body in bodies]
+    return [parse_spec(given)] if given.strip() else []
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in body:
+            raise UsageError(f"--l2-adapter: field {name!r} is given twice")
+        body[name] = value
+    return body
+
+
+def build(specs: Sequence[Mapping[str, Any]], *, taken: Sequence[str] = ()) -> list[Adapter]:
+    """Adapters, not open yet, in this order. Raises AdapterConfigError naming the adapter, the field and what to do.
+
+    One without a `name` gets its type's, with a number where that is `taken` already.
+    """
+    names = set(taken)
+    adapters = []
+    for number, spec in enumerate(specs, 1):
+        where = f"--l2-adapter {number}"
+        kind = kind_of(spec, where)
+        name = spec.get("name")
+        if name is None:
+            numbered = (f"{kind.type}{i}" for i in range(2, len(specs) + len(taken) + 3))
+            name = kind.type if kind.type not in names else next(one for one in numbered if one not in names)
+        if not isinstance(name, str) or not 0 < len(name) <= 64 or not NAME_CHARACTERS.issuperset(name):
+            raise AdapterConfigError(f"{where}: not a name: {name!r}", hint="letters, digits, dot, dash, underscore")
+        if name in names:
+            raise AdapterConfigError(f"{where}: the name {name!r} is taken", hint="give each adapter a name of its own")
+        names.add(name)
+        adapters.append(make(kind, name, spec))
+    return adapters
+
+
+def make(kind: Kind, name: str, spec: Mapping[str, Any]) -> Adapter:
+    """One adapter of this kind. Raises AdapterConfigError."""
+    values = read_fields(kind, name, spec)
+    if spec.get("eviction") is not None:
+        values["eviction"] = read_eviction(kind, name, spec["eviction"])
+    kind.check_library(name)
+    return kind.make(name, values)
+
+
+def kind_of(spec: Mapping[str, Any], where: str) -> Kind:
+    """The kind that `spec` names. Raises AdapterConfigError."""
+    given = spec.get("type")
+    if given is None:
+        raise AdapterConfigError(f"{where}: field 'type' is missing", hint="one of " + ", ".join(TYPES))
+    if not isinstance(given, str) or given not in TYPES:
+        raise AdapterConfigError(f"{where}: unknown type {given!r}", hint=nearest(str(given), list(TYPES)))
+    return kind(given)
+
+
+def kind(name: str) -> Kind:
+    """The kind of this type."""
+    module = TYPES[name]
+    found = KINDS[name] if module == __name__ else importlib.import_module(module).KIND
+    assert isinstance(found, Kind)
+    return found
+
+
+# ---- types without a module of their own here --------------------------------------------------------------------------
+
+
+def _disk(name: str, values: dict[str, Any]) -> Adapter:
+    from kvd.tiers.adapters.disk import DiskAdapter
+
+    if "eviction" in values:
+        raise AdapterConfigError(
+            f"adapter {name} (disk): field 'eviction': it always evicts by region within max_bytes", hint="leave the object out"
+        )
+    return DiskAdapter(
+        name,
+        values["path"],
+        values["max_bytes"],
+        region_bytes=values["region_bytes"],
+        durability=Durability[values["durability"].upper()],
+    )
+
+
+def _plugin(name: str, values: dict[str, Any]) -> Adapter:
+    """An Adapter of the user's: the class is called with the name and the parameters as keywords."""
+    module, class_name = values["module_path"], values["class_name"]
+    try:
+        found = getattr(importlib.import_module(module), class_name)
+    except ImportError as error:
+        raise AdapterConfigError(f"adapter {name} (plugin): cannot import {module}: {error}", hint="is it on PYTHONPATH?") from None
+    except AttributeError:
+        raise AdapterConfigError(f"adapter {name} (plugin): {module} has no {class_name}") from None
+    if not isinstance(found, type) or not issubclass(found, Adapter):
+        raise AdapterConfigError(f"adapter {name} (plugin): {class_name} is no kvd.tiers.adapters.base.Adapter")
+    try:
+        return found(name, **values["adapter_params"])
+    except TypeError as error:
+        raise AdapterConfigError(f"adapter {name} (plugin): {class_name} does not take adapter_params: {error}") from None
+
+
+KINDS = {
+    "disk": Kind(
+        "disk",
+        "our crash-safe region store on a local disk",
+        "kvd.tiers.adapters.disk:DiskAdapter",
+        _disk,
+        (
+            Field("path", path, required=True, help="directory of its own"),
+            MAX_BYTES,
+            Field("region_bytes", size(4096), help="bytes of one region file; chosen from max_bytes unless given"),
+            Field("durability", word("none", "group", "fsync"), "none", help="what a stored value survives"),
+        ),
+    ),
+    "plugin": Kind(
+        "plugin",
+        "a class of yours",
+        "kvd.tiers.adapters.base:Adapter",
+        _plugin,
+        (
+            Field("module_path", text, required=True, help="the module to import, such as mine.adapters"),
+            Field("class_name", text, required=True, help="the Adapter in it"),
+            Field("adapter_params", mapping, {}, help="what its constructor takes besides the name"),
+        ),
+    ),
+}
+TYPES: dict[str, str] = {
+    "disk": __name__,
+    "plugin": __name__,
+}
+"""Every type, and the module that holds its Kind, in the order of the documentation."""
+
+
+# ---- documentation -----------------------------------------------------------------------------------------------------
+
+CAN = {
+    "evict": "makes room by itself",
+    "enumerate": "can list",
+    "durable": "survives a restart",
+    "exact_usage": "usage is exact",
+    "local_index": "look-ups need no I/O",
+    "direct_extents": "GPU-direct",
+}
+
+
+def capability_table() -> str:
+    """Markdown: what each type can do. A plugin says so itself."""
+    rows = ["| type | on | needs | " + " | ".join(CAN.values()) + " |", "|---" * (3 + len(CAN)) + "|"]
+    for name in TYPES:
+        one = kind(name)
+        needs = f"`kvtools[{one.extra}]`" if one.extra else "-"
+        marks = ["its own" if name == "plugin" else _mark(one.capabilities, word) for word in CAN]
+        rows.append(f"| `{name}` | {one.about} | {needs} | " + " | ".join(marks) + " |")
+    return "\n".join(rows)
+
+
+def field_tables() -> str:
+    """Markdown: the fields of each type."""
+    parts = []
+    for name in TYPES:
+        rows = [f"### `{name}`", "", "| field | default | meaning |", "|---|---|---|"]
+        for one in kind(name).fields:
+            default = "required" if one.required else "-" if one.default is None else f"`{json.dumps(_plain(one.default))}`"
+            rows.append(f"| `{one.name}` | {default} | {one.help} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    """As one would write it: large numbers are sizes."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1 << 20:
+        return format_size(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _mark(can: Capabilities, word: str) -> str:
+    return "yes" if getattr(can, word) else "-"

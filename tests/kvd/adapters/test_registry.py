@@ -1,0 +1,200 @@
+"""`--l2-adapter`: what is accepted, what ends the start, and the line it ends with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.service.settings import SETTINGS, options_of, read_file
+from kvd.tiers.adapters import registry
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError
+from kvd.tiers.adapters.kind import EVICTION, Eviction, Kind, gib, number, seconds, size, switch, whole
+from kvtools.config import resolve
+from kvtools.errors import UsageError
+from tests.kvd.tiers.ram_tier import RamTier
+from tests.support.generated import ADAPTER_BLOCKS, ADAPTERS, block
+from tests.support.processes import run_cli
+
+
+class Mine(RamTier):
+    """What a user's own class looks like to `plugin`."""
+
+    def __init__(self, name: str, colour: str = "red") -> None:
+        super().__init__(name)
+        self.colour = colour
+
+
+def disk(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {"type": "disk", "path": str(tmp_path), "max_bytes": "64MiB", **more}
+
+
+@pytest.mark.parametrize("name", list(registry.TYPES))
+def test_every_type_has_a_kind_of_that_name(name: str) -> None:
+    kind = registry.kind(name)
+    assert kind.type == name
+    assert kind.about
+    assert all(field.help for field in kind.fields)
+    assert len({field.name for field in kind.fields}) == len(kind.fields)
+    assert not {field.name for field in kind.fields} & {"type", "name", "eviction"}
+    assert all(registry.SECRET.search(field.name) for field in kind.fields if field.secret), "else it is shown"
+    assert bool(kind.library) == bool(kind.extra)
+
+
+@pytest.mark.parametrize("name", list(ADAPTER_BLOCKS))
+def test_the_documentation_is_up_to_date(name: str) -> None:
+    assert block(ADAPTERS.read_text(), name) == ADAPTER_BLOCKS[name](), "python -m tests.support.generated --write"
+
+
+def test_adapters_come_in_the_given_order_with_names_of_their_own(tmp_path: Path) -> None:
+    built = registry.build([disk(tmp_path / "a"), disk(tmp_path / "b", name="far"), disk(tmp_path / "c")], taken=["disk"])
+    assert [adapter.name for adapter in built] == ["disk2", "far", "disk3"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        ({}, "--l2-adapter 1: field 'type' is missing"),
+        ({"type": "dsk"}, "--l2-adapter 1: unknown type 'dsk'"),
+        ({"type": ["disk"]}, "--l2-adapter 1: unknown type ['disk']"),
+        ({"type": "disk"}, "adapter disk (disk): field 'path' is missing"),
+        ({"type": "disk", "path": ""}, "adapter disk (disk): field 'path': not a text: ''"),
+        ({"type": "disk", "path": "/x", "max_byte": 1}, "adapter disk (disk): unknown field 'max_byte'"),
+        ({"type": "disk", "path": "/x", "max_bytes": 5}, "adapter disk (disk): field 'max_bytes': 5 is too small"),
+        ({"type": "disk", "path": "/x", "max_bytes": True}, "adapter disk (disk): field 'max_bytes': not a size: True"),
+        ({"type": "disk", "path": "/x", "durability": "much"}, "adapter disk (disk): field 'durability': not one of"),
+        ({"type": "disk", "path": "/x", "name": "a b"}, "--l2-adapter 1: not a name: 'a b'"),
+        ({"type": "disk", "path": "/x", "eviction": {"eviction_policy": "LRU"}}, "adapter disk (disk): field 'eviction'"),
+        ({"type": "plugin", "module_path": "no.such", "class_name": "X"}, "adapter plugin (plugin): cannot import no.such"),
+        ({"type": "plugin", "module_path": "json", "class_name": "X"}, "adapter plugin (plugin): json has no X"),
+        ({"type": "plugin", "module_path": "json", "class_name": "JSONDecoder"}, "adapter plugin (plugin): JSONDecoder is no"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(spec: dict[str, Any], line: str) -> None:
+    with pytest.raises(AdapterConfigError) as caught:
+        registry.build([spec])
+    assert caught.value.message.startswith(line)
+    assert "\n" not in caught.value.message
+
+
+def test_a_slip_of_the_pen_gets_the_word_that_was_meant() -> None:
+    with pytest.raises(AdapterConfigError) as caught:
+        registry.build([{"type": "disk", "path": "/x", "max_byte": 1}])
+    assert caught.value.hint == "did you mean 'max_bytes'?"
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(AdapterConfigError, match="the name 'one' is taken"):
+        registry.build([disk(tmp_path / "a", name="one"), disk(tmp_path / "b", name="one")])
+
+
+def test_a_class_of_the_users() -> None:
+    spec = {"type": "plugin", "module_path": __name__, "class_name": "Mine", "adapter_params": {"colour": "blue"}}
+    import sys
+
+    sys.modules.setdefault(__name__, sys.modules[Mine.__module__])
+    (made,) = registry.build([spec])
+    assert made.colour == "blue"  # type: ignore[attr-defined]
+    with pytest.raises(AdapterConfigError, match="does not take adapter_params"):
+        registry.build([{**spec, "adapter_params": {"color": "blue"}}])
+
+
+def test_a_library_that_is_not_there_names_the_extra() -> None:
+    kind = Kind("odd", "nothing", "kvd.tiers.adapters.base:Adapter", _never, library="kvtools_no_such_library", extra="odd")
+    with pytest.raises(AdapterConfigError, match="needs the Python package kvtools_no_such_library") as caught:
+        registry.make(kind, "odd", {"type": "odd"})
+    assert caught.value.hint == "pip install 'kvtools[odd]'"
+
+
+def _never(name: str, values: dict[str, Any]) -> Adapter:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("parse", "good", "bad"),
+    [
+        (size(4096), [("4KiB", 4096), (8192, 8192), ("10GiB", 10 << 30)], ["1", -1, 1.5, None, True, [], "5 Q"]),
+        (number(0, 1), [("0.5", 0.5), (1, 1.0)], [2, -0.1, "x", True, None, float("nan"), float("inf"), []]),
+        (whole(1, 8), [("4", 4), (8, 8), (2.0, 2)], [0, 9, 1.5, "x", False]),
+        (switch, [("true", True), ("False", False), (True, True)], [1, "yes", None]),
+        (seconds(0.001, 60), [("500ms", 0.5), (2, 2.0), ("1s", 1.0)], [0, 61, "x", True]),
+        (gib(), [("10", 10 << 30), (0.5, 1 << 29), (0, 0)], [-1, "x"]),
+    ],
+)
+def test_values(parse: Any, good: list[tuple[Any, Any]], bad: list[Any]) -> None:
+    for given, meant in good:
+        assert parse(given) == meant
+    for given in bad:
+        with pytest.raises(UsageError):
+            parse(given)
+
+
+def test_eviction_drops_what_must_go_and_a_share_when_told() -> None:
+    assert Eviction().excess(90, 10, 100) == 0
+    assert Eviction().excess(90, 20, 100) == 10
+    assert Eviction("LRU", 0.8, 0.2).excess(50, 30, 100) == 0
+    assert Eviction("LRU", 0.8, 0.2).excess(80, 1, 100) == 16
+    assert Eviction("LRU", 0.8, 0.0).excess(95, 10, 100) == 5
+    assert Eviction("noop").excess(99, 50, 100) == 0
+    assert Eviction().excess(99, 50, 0) == 0
+    assert {field.name for field in EVICTION} == {"eviction_policy", "trigger_watermark", "eviction_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("{", "--l2-adapter is no JSON"),
+        ("[]", "--l2-adapter is not a JSON object"),
+        ("3", "--l2-adapter is not a JSON object"),
+        ('{"type": "disk", "type": "fs"}', "--l2-adapter: field 'type' is given twice"),
+        ("@/no/such/file", "--l2-adapter @/no/such/file: No such file or directory"),
+    ],
+)
+def test_what_is_no_specification(given: str, line: str) -> None:
+    with pytest.raises(UsageError, match=line[:30]):
+        registry.parse_spec(given)
+
+
+def test_environment_file_and_flag_say_the_same(tmp_path: Path) -> None:
+    one, two = disk(tmp_path / "a"), disk(tmp_path / "b")
+    listing = tmp_path / "kvd.toml"
+    listing.write_text(f"[[l2_adapter]]\ntype = 'disk'\npath = '{tmp_path}/a'\nmax_bytes = '64MiB'\n")
+    nested = tmp_path / "texts.toml"
+    nested.write_text(f"l2_adapter = ['{json.dumps(one)}']\n")
+    spec_file = tmp_path / "one.json"
+    spec_file.write_text(json.dumps(one))
+    assert registry.parse_spec(f"@{spec_file}") == one
+    assert registry.parse_specs(json.dumps([one, two])) == [one, two]
+    for file in (listing, nested):
+        settings = resolve(SETTINGS, flags={}, file=read_file(file), environ={})
+        assert [adapter.name for adapter in options_of(settings).adapters] == ["disk"]
+    settings = resolve(SETTINGS, flags={"long_path": [tmp_path / "c"]}, environ={"KVD_L2_ADAPTER": json.dumps([one, two])})
+    assert [adapter.name for adapter in options_of(settings).adapters] == ["disk", "disk2", "disk3"]
+    listing.write_text("l2_adapter = 3\n")
+    with pytest.raises(UsageError, match="is no list of adapters"):
+        read_file(listing)
+
+
+def test_secrets_are_not_shown() -> None:
+    spec = registry.Spec({"type": "x", "password": "open sesame", "inner": {"aws_secret_access_key": "abc", "token": "env:T"}})
+    assert "sesame" not in str([spec])
+    assert "abc" not in str([spec])
+    assert "env:T" in str([spec])
+
+
+@pytest.mark.real("kvd")
+def test_kvd_serve_ends_with_one_line_and_a_hint() -> None:
+    ran = run_cli("kvd", "serve", "--l2-adapter", '{"type": "disk", "pth": "/x"}')
+    assert ran.rc == 2
+    assert ran.stderr.splitlines() == [
+        "kvd: error: adapter disk (disk): unknown field 'pth'",
+        "hint: did you mean 'path'?",
+    ]
+
+
+@pytest.mark.real("kvd")
+def test_show_config_shows_adapters_without_their_secrets() -> None:
+    ran = run_cli("kvd", "serve", "--show-config", "--l2-adapter", '{"type": "disk", "path": "/x", "password": "sesame"}')
+    assert ran.rc == 0
+    assert '"type": "disk"' in ran.stdout
+    assert "sesame" not in ran.stdout
