@@ -31,6 +31,8 @@ def paint(text: str, style: str, stream: TextIO | None = None) -> str:
 
 def printable(text: str) -> str:
     """`text` with control characters made visible: names come from the file system and may hold escape sequences."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -68,7 +68,8 @@ def test_series_that_are_gone_are_forgotten() -> None:
 
 def test_fifteen_minutes_of_a_hundred_segments_stay_small() -> None:
     history = History()
+    busy = scenes.host(0, segments=100)
     for tick in range(POINTS + 10):
-        history.feed(scenes.host(tick, segments=100))
+        history.feed(scenes.change(busy, time_s=busy.time_s + tick, mono_s=float(tick)))
     size = sum(sys.getsizeof(ring._data) for ring in history._rings.values())
     assert size < 5 << 20

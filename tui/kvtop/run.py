@@ -122,6 +122,9 @@ def screen(wanted: Wanted) -> int:
         if player is not None and wanted.at:
             for snapshot in player.seek(player.find(wanted.at)):
                 model.take(snapshot)
+        # A shell that exports these would pin the size: Textual asks them before it asks the terminal, and no resize is seen.
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
         app = Dashboard(model, player or _source(wanted), options, watch=recorder)
         return app.run() or app.return_code or Exit.OK
     finally:

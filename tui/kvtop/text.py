@@ -229,7 +229,7 @@ def box(title: str, lines: Sequence[Line], width: int, glyphs: Glyphs, *, note: 
     rows = list(lines)
     if width < 8:
         plain = [fit(line, width) for line in [span(title, "title"), *rows]]
-        return _rows(plain, height, width)
+        return _rows(plain, height, width) if height else plain
     if height:
         rows = _rows(rows, max(0, height - 2), width - 4)
     left, right, low_left, low_right = list(glyphs.corners)
@@ -250,8 +250,6 @@ def box(title: str, lines: Sequence[Line], width: int, glyphs: Glyphs, *, note: 
 
 
 def _rows(lines: list[Line], height: int, width: int) -> list[Line]:
-    if not height:
-        return lines
     return lines[:height] + [span(" " * width)] * (height - len(lines))
 
 

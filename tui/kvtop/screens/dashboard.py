@@ -4,7 +4,9 @@
 `start_reader=False` nothing happens by itself and a test delivers snapshots one by one.
 """
 
+import asyncio
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +103,10 @@ class Dashboard(App[int]):
         return MainScreen(self.model, self.looks, self.options, self.reader)
 
     def on_mount(self) -> None:
+        if not self.is_headless:
+            # Ended by a signal, the terminal must still get back its screen, cursor and mouse.
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().add_signal_handler(number, self.exit, 0)
         if self._start_reader:
             self.reader.start()
 

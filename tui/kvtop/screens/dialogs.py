@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
@@ -53,6 +54,13 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
 
     def on_resize(self) -> None:
         self.fill()
+
+    def on_key(self, event: events.Key) -> None:
+        # Typed before the field had the focus (a dialog takes a moment to open): still meant for it.
+        if self.asks and self.focused is None and not self.field.disabled and event.is_printable and event.character:
+            self.field.value += event.character
+            self.field.cursor_position = len(self.field.value)
+            event.stop()
 
     def fill(self) -> None:
         """Size the box to its lines and to the screen, and show them."""

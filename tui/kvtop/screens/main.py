@@ -502,7 +502,8 @@ class MainScreen(Screen[None], inherit_bindings=False):
     def action_filter(self) -> None:
         self.query_one("#prompt").display = True
         self.prompt.value = self.filter.text
-        self.prompt.focus()
+        # At once, not on the next idle moment: what is typed right behind the slash belongs to the filter.
+        self.set_focus(self.prompt)
         self.draw()
 
     def on_input_changed(self, event: Input.Changed) -> None:
@@ -524,7 +525,7 @@ class MainScreen(Screen[None], inherit_bindings=False):
     def close_prompt(self) -> None:
         """Back to the table; the filter stays."""
         self.query_one("#prompt").display = False
-        self.grid.focus()
+        self.set_focus(self.grid)
         self.draw()
 
 

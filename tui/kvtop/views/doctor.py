@@ -93,7 +93,9 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
     ):
         for number, part in enumerate(textwrap.wrap(safe(text), max(8, inner - 10))):
             lines.append((Span(f"{label if number == 0 else '':10}", "dim"), Span(part)))
-    return box(safe(check.title or check.id), lines[: max(0, height - 2)], width, model.glyphs, note=check.group)[:height]
+    return box(safe(check.title or check.id), lines[: max(0, height - 2)], width, model.glyphs, note=check.group, height=height)[
+        :height
+    ]
 
 
 VIEW = View(

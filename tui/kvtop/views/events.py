@@ -47,7 +47,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
     text = safe(event.text)
     lines: list[Line] = [(*_level(event, 8, model), *span("  "), *_when(event, 19, model))]
     lines += [span(text[i : i + inner]) for i in range(0, len(text), inner)]
-    return box(safe(event.subject), lines[: max(0, height - 2)], width, model.glyphs)[:height]
+    return box(safe(event.subject), lines[: max(0, height - 2)], width, model.glyphs, height=height)[:height]
 
 
 VIEW = View("events", "Events", COLUMNS, rows, Order("time"), "nothing has happened since kvtop started", detail=detail)

@@ -91,7 +91,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
     ]
     lines = lines[: max(0, height - 2)]
     lines += graph(values, inner, min(12, height - 2 - len(lines)), model.glyphs)
-    return box(safe(item.series.key), lines, width, model.glyphs)[:height]
+    return box(safe(item.series.key), lines, width, model.glyphs, height=height)[:height]
 
 
 VIEW = View(

@@ -182,7 +182,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
             shown = format_size(value) if "bytes" in name else f"{value:,.6g}"
             line += [Span(cell(name, 28), "dim"), Span(cell(shown, each - 28))]
         lines.append(tuple(line))
-    return box(safe(use.name), lines[: max(0, height - 2)], width, model.glyphs, note=use.kind)[:height]
+    return box(safe(use.name), lines[: max(0, height - 2)], width, model.glyphs, note=use.kind, height=height)[:height]
 
 
 VIEW = View("models", "Models", COLUMNS, rows, Order("held"), "no segment, gate or engine names a model", detail=detail, pane=10)

@@ -82,7 +82,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
         top = max(100.0, *values, 0.0)
         lines.append(span(f"CPU, full height is {top:.0f} % (100 % is one core)", "dim"))
         lines += graph(values, inner, min(8, room), model.glyphs, top=top)
-    return box(f"pid {process.pid}", lines, width, model.glyphs, note=process.role)[:height]
+    return box(f"pid {process.pid}", lines, width, model.glyphs, note=process.role, height=height)[:height]
 
 
 VIEW = View(

@@ -105,13 +105,13 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
     room = height - 2
     lines = _numbers(segment, inner, model)[: max(room, 0)]
     limits = _limits(segment, model)
-    graph_rows = min(8, room - len(lines) - 1 - min(len(limits), 4))
+    graph_rows = min(16, room - len(lines) - 1 - min(len(limits), 4))
     if graph_rows >= 2:
         lines.append(span(f"used, {_window(model, inner)}", "dim"))
         values = model.history.points(f"segment/{segment.name}/used", inner)
         lines += graph(values, inner, graph_rows, model.glyphs, top=max(segment.limit_bytes, *values, 1.0))
     lines += limits[: max(0, room - len(lines))]
-    return box(safe(segment.name), lines, width, model.glyphs, note=segment.owner)[:height]
+    return box(safe(segment.name), lines, width, model.glyphs, note=segment.owner, height=height)[:height]
 
 
 def _numbers(segment: Segment, width: int, model: Model) -> list[Line]:
