@@ -56,6 +56,8 @@ IO_MODES = ("auto", "direct", "buffered")
 _FLOOR_SHARE = 100
 _FLOOR_MAX = 10 << 30
 _DELETES_SPENT_MIN = 4096
+_HASH_THREADS = 4
+_READ_THREADS = 12
 
 
 class DiskAdapter(Adapter):
@@ -104,6 +106,7 @@ class DiskAdapter(Adapter):
         self._reader: Reader
         self._syncer: Syncer
         self._hasher: ThreadPoolExecutor
+        self._read_threads: ThreadPoolExecutor
         self.recovery_s = 0.0
         """How long the last `open` took."""
 
@@ -139,11 +142,12 @@ class DiskAdapter(Adapter):
         self._deletes = DeletesLog(self._io, self.path)
         self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
         self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
-        self._hasher = ThreadPoolExecutor(4, thread_name_prefix="kvd-disk-hash")
+        self._hasher = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvd-disk-hash")
+        self._read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvd-disk-read")
         self._writer = Writer(
             self._io, catalog, self._evictor.make_region, self._syncer.sync_region, self._direct, self._pool, self._hasher
         )
-        self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool)
+        self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool, self._read_threads)
         self._evictor.writer, self._evictor.reader = self._writer, self._reader
         self._recover()
         if self.durability is Durability.GROUP:
@@ -213,6 +217,7 @@ class DiskAdapter(Adapter):
         except OSError:
             self.counters.io_errors += 1
         self._hasher.shutdown()
+        self._read_threads.shutdown()
         self._deletes.close()
         self._files.close()
         self._io.close(self._lock_fd)

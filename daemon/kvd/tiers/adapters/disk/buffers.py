@@ -29,24 +29,32 @@ class BufferPool:
         self._free: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
 
-    @contextmanager
-    def lend(self, size: int) -> Iterator[memoryview]:
-        """An aligned, writable buffer of at least `size` bytes, its old content undefined, for the length of the block."""
+    def take(self, size: int) -> memoryview:
+        """An aligned, writable buffer of at least `size` bytes, its old content undefined. It goes back by `give`."""
         whole = max(_SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             shelf = self._free.get(whole)
             buffer = shelf.pop() if shelf else None
             if buffer is not None:
                 self._kept -= whole
-        if buffer is None:
-            buffer = memoryview(mmap.mmap(-1, whole))
+        return memoryview(mmap.mmap(-1, whole)) if buffer is None else buffer
+
+    def give(self, buffer: memoryview) -> None:
+        """Give a buffer back; nobody uses it any more."""
+        whole = len(buffer)
+        with self._lock:
+            if self._kept + whole <= self._keep_bytes:
+                self._free.setdefault(whole, []).append(buffer)
+                self._kept += whole
+
+    @contextmanager
+    def lend(self, size: int) -> Iterator[memoryview]:
+        """`take` for the length of a block."""
+        buffer = self.take(size)
         try:
             yield buffer
         finally:
-            with self._lock:
-                if self._kept + whole <= self._keep_bytes:
-                    self._free.setdefault(whole, []).append(buffer)
-                    self._kept += whole
+            self.give(buffer)
 
 
 def _array(view: memoryview) -> NDArray[np.uint8]:

@@ -1,15 +1,23 @@
-"""Loading values: one vectored read from the extent straight into the caller's memory, then every check there is.
+"""Loading values: vectored reads from the extents straight into the caller's memory, then every check there is.
 
 Header page and payload are read together; values that lie next to each other in a region (the chunks of one prefix usually
-do) are read by one call. The value is only OK when the header is exactly the one looked for: region, nonce, offset, identity,
-length, and both checksums. So a stale extent of a recycled file, a flipped bit or a torn write is a miss and never bytes.
+do) are read by one call, up to 16 MiB; larger values are read in pieces. While one read is checked the next two are under
+way, so that checksums cost no time beside the device's. A value is only OK when its header is exactly the one looked for:
+region, nonce, offset, identity, length, and both checksums. So a stale extent of a recycled file, a flipped bit or a torn write
+is a miss and never bytes.
 
-A reader pins its region: the file is not used again, nor its descriptor closed, until the pin ends.
-Concurrency: any thread; the catalog's lock is held only to look up and to count.
+A reader pins its region: the file is not used again, nor its descriptor closed, until the pin ends. No call returns, or
+raises, while a read into its buffers is still under way. Concurrency: any thread; the catalog's lock is held only to look up
+and to count.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import xxhash
 
 from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import Loaded, Want
@@ -31,9 +39,15 @@ from kvd.tiers.adapters.disk.index import Entry, at
 from kvd.tiers.adapters.disk.region import Region
 from kvd.tiers.adapters.disk.storage import DirectIO, Storage, read_fully
 
-RUN_BYTES = 64 << 20
+RUN_BYTES = 16 << 20
 RUN_EXTENTS = 256
+LARGE_BYTES = 8 << 20
+"""From here on a value is read in pieces."""
+PIECES = 4
+"""So many, or more where one would be above 32 MiB."""
+_PIECE_MAX = 32 << 20
 _BOUNCE_BYTES = 4 << 20
+_IN_FLIGHT = 3
 
 
 @dataclass(slots=True)
@@ -48,29 +62,78 @@ class _Read:
     region: Region
 
 
+@dataclass(slots=True)
+class _Job:
+    """One call of preadv: where from, where to, and what to do with it afterwards."""
+
+    reads: list[_Read]
+    offset: int
+    scratch: memoryview
+    finish: Callable[[int], None]
+    """Called with the bytes read."""
+    parts: list[memoryview] = field(default_factory=list)
+    copies: list[tuple[memoryview, memoryview]] = field(default_factory=list)
+    """(target, source) for what could not be read in place."""
+
+
 class Reader:
     """Loads values of one store."""
 
-    def __init__(self, io: Storage, catalog: Catalog, files: RegionFiles, direct: DirectIO, pool: BufferPool) -> None:
+    def __init__(
+        self, io: Storage, catalog: Catalog, files: RegionFiles, direct: DirectIO, pool: BufferPool, threads: Executor
+    ) -> None:
         self._io = io
         self._catalog = catalog
         self._files = files
         self._direct = direct
         self._pool = pool
+        self._threads = threads
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         """Fill each buffer. Never raises for bad bytes or I/O errors: those are CORRUPT and ERROR."""
         results = [Loaded.MISS] * len(wants)
         reads = self._look_up(wants)
-        for run in _runs(reads):
-            try:
-                self._read_run(run, results)
-            except OSError:
-                self._catalog.counters.io_errors += 1
-                for read in run:
-                    results[read.number] = Loaded.ERROR
-        self._settle(reads, wants, results)
+        try:
+            runs = _runs(reads)
+            if len(runs) == 1 and not _large(runs[0]):
+                self._finish(self._plan_run(runs[0], results), None, results)
+            else:
+                self._read_ahead(self._plan(runs, results), results)
+        finally:
+            self._settle(reads, wants, results)
         return results
+
+    def _read_ahead(self, jobs: Iterator[_Job], results: list[Loaded]) -> None:
+        """Keep some reads under way while one is being checked."""
+        waiting: deque[tuple[_Job, Future[int]]] = deque()
+        try:
+            for job in jobs:
+                waiting.append((job, self._threads.submit(self._read, job)))
+                if len(waiting) == _IN_FLIGHT:
+                    self._finish(*waiting.popleft(), results)
+            while waiting:
+                self._finish(*waiting.popleft(), results)
+        finally:
+            # The buffers are the caller's: whatever happened, no read may outlive this call.
+            for _, future in waiting:
+                future.exception()
+
+    def _read(self, job: _Job) -> int:
+        return read_fully(self._io, job.reads[0].region.fd, job.parts, job.offset)
+
+    def _finish(self, job: _Job, future: "Future[int] | None", results: list[Loaded]) -> None:
+        """Wait for the read (or do it, without a future), check what it brought, give the scratch memory back."""
+        try:
+            count = self._read(job) if future is None else future.result()
+            for target, source in job.copies:
+                copy(target, source)
+            job.finish(count)
+        except OSError:
+            self._catalog.counters.io_errors += 1
+            for read in job.reads:
+                results[read.number] = Loaded.ERROR
+        finally:
+            self._pool.give(job.scratch)
 
     def _look_up(self, wants: Sequence[Want]) -> list[_Read]:
         """Find and pin."""
@@ -108,63 +171,68 @@ class Reader:
         for read in reads:
             self._files.unpin(read.region)
 
-    def _read_run(self, run: list[_Read], results: list[Loaded]) -> None:
-        """Read values that lie side by side."""
-        first, last = run[0].entry, run[-1].entry
-        span = last.offset + extent_bytes(last.length) - first.offset
-        if len(run) == 1 and not self._in_place(run[0]) and span > _BOUNCE_BYTES:
-            results[run[0].number] = self._read_bounced(run[0])
-            return
+    # -- planning ----------------------------------------------------------------------------------------------------------
+
+    def _plan(self, runs: list[list[_Read]], results: list[Loaded]) -> Iterator[_Job]:
+        """The calls that read everything, in file order; each takes its scratch memory only when it is asked for."""
+        for run in runs:
+            if _large(run):
+                yield from self._plan_large(run[0], results)
+            else:
+                yield self._plan_run(run, results)
+
+    def _plan_run(self, run: list[_Read], results: list[Loaded]) -> _Job:
+        """One call for values that lie side by side."""
+        start = run[0].entry.offset
         bounced = sum(round_up(read.entry.length) for read in run if not self._in_place(read))
-        with self._pool.lend(2 * len(run) * PAGE + bounced) as scratch:
-            bounce_at = 2 * len(run) * PAGE
-            parts: list[memoryview] = []
-            copies: list[tuple[memoryview, memoryview]] = []
-            for number, read in enumerate(run):
-                parts.append(scratch[number * PAGE : (number + 1) * PAGE])
-                if read.entry.length <= INLINE_MAX:
-                    continue
-                if self._in_place(read):
-                    tail = scratch[(len(run) + number) * PAGE :][:PAGE]
-                    parts.extend(self._targets(read, tail, copies))
-                else:
-                    size = round_up(read.entry.length)
-                    parts.append(scratch[bounce_at : bounce_at + size])
-                    copies.append((read.into, scratch[bounce_at : bounce_at + read.entry.length]))
-                    bounce_at += size
-            count = read_fully(self._io, run[0].region.fd, parts, first.offset)
-            for target, source in copies:
-                copy(target, source)
-            for number, read in enumerate(run):
-                end = read.entry.offset + extent_bytes(read.entry.length) - first.offset
-                whole = end <= count
-                results[read.number] = self._check(read, scratch[number * PAGE : (number + 1) * PAGE]) if whole else Loaded.CORRUPT
+        scratch = self._pool.take(2 * len(run) * PAGE + bounced)
+        headers = [scratch[number * PAGE : (number + 1) * PAGE] for number in range(len(run))]
 
-    def _targets(self, read: _Read, tail: memoryview, copies: list[tuple[memoryview, memoryview]]) -> list[memoryview]:
-        """Where the pages of a payload go when the caller's memory takes them directly."""
-        into, size = read.into, round_up(read.entry.length)
-        if len(into) == size:
-            return [into]
-        if read.padded is not None and len(read.padded) == size:
-            return [read.padded]
-        whole = len(into) // PAGE * PAGE
-        copies.append((into[whole:], tail[: len(into) - whole]))
-        return [into[:whole], tail] if whole else [tail]
+        def finish(count: int) -> None:
+            for read, header in zip(run, headers, strict=True):
+                whole = read.entry.offset + extent_bytes(read.entry.length) - start <= count
+                results[read.number] = self._check(read, header) if whole else Loaded.CORRUPT
 
-    def _read_bounced(self, read: _Read) -> Loaded:
-        """A large value whose buffer O_DIRECT cannot use: piece by piece through an aligned buffer."""
-        fd, entry = read.region.fd, read.entry
-        with self._pool.lend(_BOUNCE_BYTES + PAGE) as bounce:
-            header = bounce[_BOUNCE_BYTES : _BOUNCE_BYTES + PAGE]
-            if read_fully(self._io, fd, [header], entry.offset) != PAGE:
-                return Loaded.CORRUPT
-            for start in range(0, entry.length, _BOUNCE_BYTES):
-                piece = read.into[start : start + _BOUNCE_BYTES]
-                size = round_up(len(piece))
-                if read_fully(self._io, fd, [bounce[:size]], entry.offset + PAGE + start) != size:
-                    return Loaded.CORRUPT
-                copy(piece, bounce[: len(piece)])
-            return self._check(read, header)
+        job = _Job(run, start, scratch, finish)
+        bounce_at = 2 * len(run) * PAGE
+        for number, read in enumerate(run):
+            job.parts.append(headers[number])
+            length = read.entry.length
+            if length <= INLINE_MAX:
+                continue
+            if self._in_place(read):
+                job.parts.extend(_targets(read, 0, length, scratch[(len(run) + number) * PAGE :][:PAGE], job.copies))
+            else:
+                job.parts.append(scratch[bounce_at : bounce_at + round_up(length)])
+                job.copies.append((read.into, scratch[bounce_at : bounce_at + length]))
+                bounce_at += round_up(length)
+        return job
+
+    def _plan_large(self, read: _Read, results: list[Loaded]) -> Iterator[_Job]:
+        """Several calls for one value, its checksum computed piece by piece."""
+        length = read.entry.length
+        in_place = self._in_place(read)
+        step = min(_PIECE_MAX, round_up(-(-length // PIECES))) if in_place else _BOUNCE_BYTES
+        progress = _Progress(read, results)
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            scratch = self._pool.take(2 * PAGE + (0 if in_place else step))
+            with_header = start == 0
+            offset = read.entry.offset + (0 if with_header else PAGE + start)
+            header = scratch[:PAGE] if with_header else None
+            size = round_up(stop - start) + (PAGE if with_header else 0)
+            job = _Job([read], offset, scratch, partial(progress.take, header, start, stop, size))
+            if header is not None:
+                job.parts.append(header)
+            if in_place:
+                job.parts.extend(_targets(read, start, stop, scratch[PAGE : 2 * PAGE], job.copies))
+            else:
+                space = scratch[2 * PAGE : 2 * PAGE + round_up(stop - start)]
+                job.parts.append(space)
+                job.copies.append((read.into[start:stop], space[: stop - start]))
+            yield job
+
+    # -- checking ----------------------------------------------------------------------------------------------------------
 
     def _check(self, read: _Read, page: memoryview) -> Loaded:
         header = ExtentHeader.unpack(page)
@@ -214,6 +282,52 @@ def _is(header: ExtentHeader, region: Region, offset: int, identity: Identity, l
         and header.length == length
         and inline == (length <= INLINE_MAX)
     )
+
+
+class _Progress:
+    """The checking of one large value, piece by piece and in order."""
+
+    def __init__(self, read: _Read, results: list[Loaded]) -> None:
+        self._read = read
+        self._results = results
+        self._digest = xxhash.xxh3_128()
+        self._header: ExtentHeader | None = None
+        results[read.number] = Loaded.OK
+
+    def take(self, header: memoryview | None, start: int, stop: int, size: int, count: int) -> None:
+        """A piece is there: `count` bytes of the `size` that were to be read."""
+        read = self._read
+        if self._results[read.number] is not Loaded.OK:
+            return
+        if header is not None:
+            found = ExtentHeader.unpack(header)
+            if found is not None and _is(found, read.region, read.entry.offset, read.identity, read.entry.length):
+                self._header = found
+        if self._header is None or count < size:
+            self._results[read.number] = Loaded.CORRUPT
+            return
+        if self._header.flags & FLAG_NO_CHECKSUM:
+            return
+        self._digest.update(read.into[start:stop])
+        if stop == read.entry.length and self._digest.digest() != self._header.checksum:
+            self._results[read.number] = Loaded.CORRUPT
+
+
+def _large(run: list[_Read]) -> bool:
+    """Whether this is one value that is read in pieces."""
+    return len(run) == 1 and extent_bytes(run[0].entry.length) > LARGE_BYTES
+
+
+def _targets(read: _Read, start: int, stop: int, tail: memoryview, copies: list[tuple[memoryview, memoryview]]) -> list[memoryview]:
+    """Where the pages of the payload's bytes [start, stop) go when the caller's memory takes them directly."""
+    whole_stop = start + round_up(stop - start)
+    if read.padded is not None and len(read.padded) >= whole_stop:
+        return [read.padded[start:whole_stop]]
+    if stop == whole_stop:
+        return [read.into[start:stop]]
+    middle = start + (stop - start) // PAGE * PAGE
+    copies.append((read.into[middle:stop], tail[: stop - middle]))
+    return [read.into[start:middle], tail] if middle > start else [tail]
 
 
 def _runs(reads: list[_Read]) -> list[list[_Read]]:

@@ -16,7 +16,7 @@ Concurrency: any number of threads, one per lane.
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 from kvd.store.identity import Identity
@@ -42,6 +42,7 @@ LARGE_BYTES = 4 << 20
 """From here on the payload is written first and hashed meanwhile."""
 _BOUNCE_BYTES = 4 << 20
 _FAILURES_MAX = 3
+_HASH_AHEAD_MIN = 128 << 10
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class Draft:
     sequence: int
     tick: int
     padded: memoryview | None = None
+    checksum: "Future[bytes] | None" = None
+    """The payload's checksum, where another thread has begun to compute it."""
     region: Region | None = None
     """Where it is, once it is written."""
     reason: str = ""
@@ -175,8 +178,17 @@ class Writer:
     def append(self, drafts: list[Draft]) -> None:
         """Write drafts of one retention class; each ends with `region` or `reason` set.
 
-        Raises AdapterError only where not even a region could be had for the first of them.
+        Raises AdapterError or OSError where not even a region could be had.
         """
+        try:
+            self._append(drafts)
+        finally:
+            # The caller may take its memory back once we return or raise: the hashers must have let go of it.
+            for draft in drafts:
+                if draft.checksum is not None:
+                    draft.checksum.exception()
+
+    def _append(self, drafts: list[Draft]) -> None:
         queue = list(drafts)
         while queue:
             try:
@@ -199,6 +211,7 @@ class Writer:
             group = self._take_group(region, queue)
             if not group:
                 return True
+            self._hash_ahead(queue, len(group))
             try:
                 entries = self._write_group(region, group)
             except OSError as error:
@@ -219,6 +232,16 @@ class Writer:
                 # The values are safe; only the shortcut for the next start is missing, and is tried again with the next group.
                 self._catalog.counters.io_errors += 1
         return True
+
+    def _hash_ahead(self, queue: list[Draft], skip: int) -> None:
+        """While a group is written, other threads compute the checksums of the next one."""
+        total = 0
+        for draft in queue[skip : skip + GROUP_EXTENTS]:
+            total += len(draft.data)
+            if draft.checksum is None and len(draft.data) >= _HASH_AHEAD_MIN:
+                draft.checksum = self._hasher.submit(payload_checksum, draft.data)
+            if total >= GROUP_BYTES:
+                return
 
     def _failed(self, region: Region, queue: list[Draft], reason: str) -> None:
         self._catalog.counters.io_errors += 1
@@ -255,7 +278,7 @@ class Writer:
         with self._pool.lend(2 * len(group) * PAGE + bounced) as scratch:
             bounce_at = 2 * len(group) * PAGE
             for number, draft in enumerate(group):
-                header = self._header(region, draft, offset, payload_checksum(draft.data))
+                header = self._header(region, draft, offset, _checksum_of(draft))
                 page = scratch[number * PAGE : (number + 1) * PAGE]
                 _fill(page, header.pack(), draft.data if draft.inline else None)
                 parts.append(page)
@@ -277,20 +300,17 @@ class Writer:
 
     def _write_large(self, region: Region, draft: Draft) -> IndexEntry:
         offset = region.data_end
-        checksum = self._hasher.submit(payload_checksum, draft.data)
-        try:
-            with self._pool.lend(2 * PAGE) as scratch:
-                if self._in_place(draft):
-                    parts = _payload_parts(draft, scratch[PAGE : 2 * PAGE], whole_pages=self._direct.ok)
-                    write_fully(self._io, region.fd, parts, offset + PAGE)
-                else:
-                    self._write_bounced(region, draft, offset + PAGE)
-                header = self._header(region, draft, offset, checksum.result())
-                _fill(scratch[:PAGE], header.pack(), None)
-                write_fully(self._io, region.fd, [scratch[:PAGE]], offset)
-        finally:
-            # The caller may take its memory back once we return or raise: the hasher must have let go of it.
-            checksum.exception()
+        if draft.checksum is None:
+            draft.checksum = self._hasher.submit(payload_checksum, draft.data)
+        with self._pool.lend(2 * PAGE) as scratch:
+            if self._in_place(draft):
+                parts = _payload_parts(draft, scratch[PAGE : 2 * PAGE], whole_pages=self._direct.ok)
+                write_fully(self._io, region.fd, parts, offset + PAGE)
+            else:
+                self._write_bounced(region, draft, offset + PAGE)
+            header = self._header(region, draft, offset, draft.checksum.result())
+            _fill(scratch[:PAGE], header.pack(), None)
+            write_fully(self._io, region.fd, [scratch[:PAGE]], offset)
         return header.entry(draft.tick)
 
     def _write_bounced(self, region: Region, draft: Draft, offset: int) -> None:
@@ -329,6 +349,10 @@ class Writer:
             region.write_index(self._io, partial=True)
         except OSError:
             self._catalog.counters.io_errors += 1
+
+
+def _checksum_of(draft: Draft) -> bytes:
+    return payload_checksum(draft.data) if draft.checksum is None else draft.checksum.result()
 
 
 def _fill(page: memoryview, header: bytes, inline: memoryview | None) -> None:
