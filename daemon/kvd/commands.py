@@ -99,6 +99,8 @@ def stats(socket: Path | None, json: bool, watch: bool, interval: str, count: in
     from kvd.service.stats import of_reading
 
     every = parse_duration(interval)
+    if not every:
+        raise UsageError(f"not an interval: {interval!r}", hint="such as 1s or 200ms")
     with _reader(socket) as reader:
         body = _with_age(of_reading(reading := _read(reader, socket)), reading)
         shown = 0
