@@ -343,6 +343,7 @@ class TestPrefix:
             assert (after["tokens_active"], after["gets_total"]) == (0, before["gets_total"])
             with pytest.raises(LeaseLost):
                 mine.claim(token)
+            mine.clear()
 
     def test_only_its_namespaces_can_be_claimed_each_once(self, client: Client) -> None:
         for name in ("a", "b"):
