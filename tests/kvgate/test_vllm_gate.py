@@ -1,0 +1,129 @@
+"""A real vLLM behind the gate, started by it: the official client, streams, sleep, one wake-up for many, a killed engine."""
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.kvgate.harness import free_port
+from tests.kvgate.process import GateProcess, alive, write
+from tests.support.engine import PYTHON, model
+from tests.support.processes import run_cli
+
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.timeout(240)]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+NAME = "org/tiny"
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GateProcess]:
+    """One gate with one engine, for all tests of this module: starting a vLLM is most of what they take."""
+    folder = tmp_path_factory.mktemp("gate")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    arguments = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 512 --max-num-seqs 32"
+    instance = {
+        "name": "tiny",
+        "model": NAME,
+        "engine": "vllm",
+        "command": [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model()), "--host", "127.0.0.1"],
+        "engine_args": f"{arguments} --port {free_port()} --served-model-name {NAME} --chat-template {folder / 'chat.jinja'}",
+        "engine_env": ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1"],
+    }
+    process = GateProcess(write(folder, instances=[instance], sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
+    try:
+        process.until(lambda: process.state(NAME) == "awake", timeout=200)
+        yield process
+    finally:
+        pids = [int(line.split("(process ")[1].split(")")[0]) for line in process.log if "serves (process" in line]
+        process.stop(timeout=40)
+        assert not any(alive(pid) for pid in pids)
+
+
+@pytest.fixture
+def client(gate: GateProcess) -> Iterator[Any]:
+    import openai
+
+    with openai.OpenAI(base_url=gate.url + "/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+def test_official_client_completions_chat_and_streams(client: Any) -> None:
+    import openai
+
+    assert [card.id for card in client.models.list().data] == [NAME]
+    whole = client.completions.create(model=NAME, prompt="cache blocks", max_tokens=6, temperature=0)
+    assert whole.usage.completion_tokens == 6
+    pieces = client.completions.create(model=NAME, prompt="cache blocks", max_tokens=6, temperature=0, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    ask = {"model": NAME, "messages": [{"role": "user", "content": "warm prefixes"}], "max_tokens": 6, "temperature": 0}
+    chat = client.chat.completions.create(**ask)
+    pieces = client.chat.completions.create(**ask, stream=True)
+    assert "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == chat.choices[0].message.content
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="nope", prompt="x")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=NAME, prompt="x", max_tokens=-1)
+
+
+def test_answers_are_the_engines_own_bytes(gate: GateProcess) -> None:
+    body = json.dumps({"model": NAME, "prompt": "warm", "max_tokens": 4, "temperature": 0}).encode()
+    engine = gate.ask("/models")[1]["models"][NAME]["endpoint"]
+    answers = []
+    for base in (gate.url, engine):
+        request = urllib.request.Request(base + "/v1/completions", data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            answers.append((answer.status, answer.headers["content-type"], json.loads(answer.read())["choices"]))
+    assert answers[0] == answers[1]
+
+
+def test_sleep_lets_a_stream_end_and_twenty_requests_are_one_wake_up(gate: GateProcess, client: Any) -> None:
+    pieces = client.completions.create(model=NAME, prompt="warm", max_tokens=30, stream=True, extra_body={"ignore_eos": True})
+    next(pieces)
+    sleeping = threading.Thread(target=lambda: slept.append(run_cli("kvgate", "sleep", NAME, "--url", gate.url, timeout_s=60).rc))
+    slept: list[int] = []
+    sleeping.start()
+    assert 1 + sum(1 for _ in pieces) >= 30
+    sleeping.join(60)
+    assert (slept, gate.state(NAME)) == ([0], "asleep")
+
+    with ThreadPoolExecutor(20) as pool:
+        ask = {"model": NAME, "prompt": "warm", "max_tokens": 2}
+        statuses = [status for status, _ in pool.map(lambda _: gate.ask("/v1/completions", ask), range(20))]
+    assert statuses == [200] * 20
+    assert gate.ask("/models")[1]["models"][NAME]["wakes"] == 1
+
+
+def test_client_that_leaves_stops_the_engine(gate: GateProcess, client: Any) -> None:
+    pieces = client.completions.create(model=NAME, prompt="warm", max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(pieces)
+    pieces.close()
+    gate.until(lambda: gate.ask("/models")[1]["models"][NAME]["running"] == 0)
+    engine = gate.ask("/models")[1]["models"][NAME]["endpoint"]
+
+    def running() -> float:
+        with urllib.request.urlopen(engine + "/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+    gate.until(lambda: running() == 0, timeout=5)
+
+
+def test_killed_engine_ends_the_stream_with_an_error_and_is_started_again(gate: GateProcess, client: Any) -> None:
+    import openai
+
+    pieces = client.completions.create(model=NAME, prompt="warm", max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(pieces)
+    pid = next(int(line.split("(process ")[1].split(")")[0]) for line in gate.log if "serves (process" in line)
+    os.killpg(pid, signal.SIGKILL)
+    with pytest.raises((openai.APIError, openai.APIConnectionError)):
+        list(pieces)
+    gate.until(lambda: gate.state(NAME) == "starting")
+    assert "signal 9" in gate.ask("/models")[1]["models"][NAME]["last_error"]
+    gate.until(lambda: sum("starting: " in line for line in gate.log) == 2)
