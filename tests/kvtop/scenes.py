@@ -198,6 +198,26 @@ def host(tick: int = 0, segments: int = 3, **changed: object) -> Snapshot:
     return Snapshot(time_s=START_S + tick, mono_s=float(tick), **fields)  # type: ignore[arg-type]
 
 
+def showcase(tick: int) -> Snapshot:
+    """The host of the README's picture: two models that share a GPU well, one whose limit was just lowered, one that died."""
+    llama, qwen, mistral = host(tick, segments=3).segments
+    lowered = tick >= 200
+    qwen = change(
+        qwen,
+        limit_bytes=(16 if lowered else 24) * GIB,
+        used_bytes=int((15.6 + 1.2 * wave(tick, 80, 0.3)) * GIB) // (2 * MIB) * (2 * MIB),
+        limits=(
+            LimitNote(limit_bytes=24 * GIB, by="kvctl limit, uid 0", at_s=START_S - 600, state="applied"),
+            *([LimitNote(limit_bytes=16 * GIB, by="kvtop, uid 0", at_s=START_S + 200, state="pending")] if lowered else []),
+        ),
+    )
+    old = segment(
+        "gemma-2b", owner="stale", pid=3977, limit_bytes=4 * GIB, used_bytes=2 * GIB, prealloc_bytes=0, model="google/gemma-2b",
+        story="pid 3977 is gone",
+    )  # fmt: skip
+    return host(tick, segments=3) if tick < 0 else change(host(tick), segments=(llama, qwen, mistral, old))
+
+
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 

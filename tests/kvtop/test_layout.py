@@ -63,6 +63,7 @@ def test_the_parts_of_a_view_stay_inside(scene: str, view: str, width: int, heig
     rows = chosen.rows(model)
     above = chosen.above(model, width, max(0, body - 4))
     assert len(above) <= max(0, body - 4)
+    assert all(width_of(line) <= width for line in above)
     share = share_height(body, len(above), chosen.pane, len(rows))
     assert min(share.above, share.table, share.pane) >= 0
     assert share.above + share.table + share.pane == body

@@ -12,6 +12,7 @@ from kvtop.model import Model
 from kvtop.palette import PALETTES
 from kvtop.screens.dashboard import Dashboard, Options
 from kvtop.snapshot import Snapshot
+from kvtop.text import ASCII
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB, segment
 
@@ -239,6 +240,31 @@ def test_the_palette_finds_views_and_commands_by_name() -> None:
             await pilot.press("colon", *"theme safe", "enter")
             await pilot.pause()
             assert app.theme == "safe"
+
+    asyncio.run(run())
+
+
+def test_ascii_reaches_every_corner_of_the_screen() -> None:
+    """Frames, scrollbars, dialogs, toasts: nothing but ASCII anywhere, whatever is open."""
+
+    async def run() -> None:
+        model = scenes.model(40, lambda tick: scenes.host(tick, segments=60), glyphs=ASCII)
+        app = scenes.dashboard(model, view="segments")
+        async with app.run_test(size=(100, 24)) as pilot:
+            for keys in (
+                (),
+                ("F",),
+                ("enter",),
+                ("question_mark",),
+                ("escape", "colon"),
+                ("escape", "l"),
+                ("escape", "s"),
+                ("escape", "slash"),
+            ):
+                await pilot.press(*keys)
+                await pilot.pause()
+                odd = {char for row in scenes.grid_text(app) for char in row if not char.isascii()}
+                assert not odd, keys
 
     asyncio.run(run())
 

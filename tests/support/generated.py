@@ -55,7 +55,14 @@ def fields() -> str:
     return registry.field_tables()
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "numbers": numbers}
+def keys() -> str:
+    """kvtop's keys, from the table that binds them."""
+    from kvtop.keys import readme_table
+
+    return readme_table().strip("\n")
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "keys": keys, "numbers": numbers}
 ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {"capabilities": capabilities, "fields": fields}
 DOCUMENTS = {README: BLOCKS, ADAPTERS: ADAPTER_BLOCKS}
 

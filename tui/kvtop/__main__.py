@@ -1,4 +1,4 @@
-"""`python -m kvtop` is the console script kvtop."""
+"""`python -m kvtop` is the command kvtop."""
 
 from kvtools.cli import kvtop
 

@@ -70,7 +70,7 @@ def _head(model: Model, state: State, width: int) -> Line:
             words.append(Span(census(snapshot, model), "dim"))
         if not state.replay:
             words.append(Span(f"every {model.interval_s:g} s", "dim"))
-        words.append(Span(time.strftime("%H:%M:%S", time.localtime(snapshot.time_s)), "bold"))
+            words.append(Span(time.strftime("%H:%M:%S", time.localtime(snapshot.time_s)), "bold"))
     # What matters most stands first; on a narrow screen words go from the end of the list, the clock first of all.
     while words and width_of(tuple(left)) + sum(len(word.text) + 2 for word in words) > width:
         if len(words) == 1:

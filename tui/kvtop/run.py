@@ -217,6 +217,10 @@ def _read_once(wanted: Wanted, model: Model) -> None:
         return
     source = _source(wanted)
     recorder = _recorder(wanted)
+    if wanted.get("view") == "doctor":
+        from kvtop.doctor import examine
+
+        model.doctor = examine()
     for number in range(2 if wanted.wait else 1):
         if number:
             time.sleep(wanted.get("refresh"))

@@ -185,17 +185,19 @@ def bar(width: int, parts: Sequence[tuple[float, str]], total: float, glyphs: Gl
 def spark(values: Sequence[float], width: int, glyphs: Glyphs, *, top: float = 0.0) -> str:
     """The last `width` values as one row of blocks, newest at the right; `top` is the full height (0: the largest value).
 
-    Zero is the lowest block, so that "no traffic" and "no data" (blank) differ.
+    Zero is the lowest block, so that "no traffic" and "no data" (blank) differ. The full block is left out: it would touch
+    the row above.
     """
     if width <= 0:
         return ""
     shown = list(values[-width:])
     ceiling = top or max(shown, default=0.0)
-    steps = len(glyphs.spark) - 1
+    blocks = glyphs.spark[:-1]
+    steps = len(blocks) - 1
     if ceiling <= 0:
-        body = glyphs.spark[0] * len(shown)
+        body = blocks[0] * len(shown)
     else:
-        body = "".join(glyphs.spark[min(steps, max(0, int(value / ceiling * steps + 0.5)))] for value in shown)
+        body = "".join(blocks[min(steps, max(0, int(value / ceiling * steps + 0.5)))] for value in shown)
     return body.rjust(width)
 
 

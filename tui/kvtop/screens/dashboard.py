@@ -66,6 +66,9 @@ class Dashboard(App[int]):
     .dialog Canvas { background: $surface; }
     Input, Input:focus { background: $background; color: $foreground; border: none; height: 1; padding: 0; width: 1fr; }
     #prompt { height: 1; display: none; }
+    .plain .dialog.framed { border: ascii $accent; }
+    .plain Grid, .plain Canvas { scrollbar-size-vertical: 0; }
+    .plain Toast { border-left: ascii $accent; border-right: none; }
     """
 
     class Read(Message):

@@ -6,7 +6,7 @@ the screen has, down to 1x1. Lines come from plain functions, so tests read them
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -19,11 +19,16 @@ from kvtop.keys import Key, by_group
 from kvtop.text import Line, Span, beside, cell, fit, width_of
 from kvtop.widgets.canvas import Canvas, Styles
 
+if TYPE_CHECKING:
+    from kvtop.screens.dashboard import Dashboard
+
 Answer = TypeVar("Answer")
 
 
 class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False):
     """A box in the middle. Subclasses give `lines`; with `asks` there is a line to type in under them."""
+
+    app: "Dashboard"
 
     BINDINGS = [Binding("escape,ctrl+c", "close", "close", show=False)]  # noqa: RUF012 - Textual's own way
     asks = False
@@ -75,6 +80,7 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         typing = 1 if self.asks else 0
         rows = max(0, min(len(lines), height - edge_y - typing))
         self.frame.set_class(framed, "framed")
+        self.set_class(self.app.main.has_class("plain"), "plain")
         self.frame.styles.width = inner + edge_x
         self.frame.styles.height = min(height, rows + typing + edge_y)
         self.body.display = rows > 0

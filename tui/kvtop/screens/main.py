@@ -32,7 +32,7 @@ from kvtop.screens import changes
 from kvtop.screens.dialogs import Choice, Help, Menu, Palette
 from kvtop.screens.pictures import picture_of
 from kvtop.snapshot import Segment, Snapshot
-from kvtop.text import fit, span
+from kvtop.text import ASCII, fit, span
 from kvtop.views import VIEWS as VIEW_TABLE
 from kvtop.views.base import View, share_height
 from kvtop.widgets.canvas import Canvas, Styles
@@ -97,11 +97,13 @@ class MainScreen(Screen[None], inherit_bindings=False):
             yield self.prompt
 
     def on_mount(self) -> None:
+        self.set_class(self.model.glyphs is ASCII, "plain")
         self.mark.styles.width = 2
         self.mark.show([span("/ ", "key")])
         self.grid.focus()
         self.set_interval(1.0, self._watch_reader)
         self.draw()
+        self._look_if_doctor()
 
     def on_resize(self) -> None:
         self.draw()
@@ -161,7 +163,9 @@ class MainScreen(Screen[None], inherit_bindings=False):
             self.shown.sort(key=lambda row: row.key not in self.model.tags)
         up, low = frame_rows(height)
         body = max(0, height - up - low - (1 if self.prompting and not low else 0))
-        above = [] if self.zoomed else self.view.above(self.model, width, max(0, body - 4))
+        # The table keeps up to eight of its rows before anything above it grows.
+        table = max(4, min(len(self.shown) + 1, 9))
+        above = [] if self.zoomed else self.view.above(self.model, width, max(0, body - table))
         share = share_height(body, len(above), self.view.pane, len(self.shown), spare=self.view.spare)
         with self.app.batch_update():
             self._draw_frame(width, up, low)
@@ -310,8 +314,7 @@ class MainScreen(Screen[None], inherit_bindings=False):
         self.zoomed = False
         self.grid.cursor = 0
         self.draw()
-        if name == "doctor" and self.model.doctor is None and self.player is None:
-            self._examine()
+        self._look_if_doctor()
 
     def _restore_cursor(self) -> None:
         key = self._cursors.pop(self.view.id)
@@ -391,6 +394,11 @@ class MainScreen(Screen[None], inherit_bindings=False):
         self.draw()
 
     # --- doctor ------------------------------------------------------------------------------------------------------
+
+    def _look_if_doctor(self) -> None:
+        """The doctor looks when its view is first opened, not before: it costs a second of CPU."""
+        if self.view.id == "doctor" and self.model.doctor is None and self.player is None:
+            self._examine()
 
     def action_doctor_run(self) -> None:
         self.model.doctor = None

@@ -7,13 +7,15 @@ given by dropping from the bottom: alerts stay longest, then the daemons' number
 from kvtools.units import format_rate, format_size
 from kvtop.daemon import Daemon, Tier
 from kvtop.model import Model
-from kvtop.snapshot import FRESH, Engine, Gpu, Snapshot
+from kvtop.snapshot import FRESH, GONE, Engine, Gpu, Snapshot
 from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark
 from kvtop.views.base import count, level_mark, load_style, per_second, percent, ratio
 from kvtop.views.segments import segment_view, totals
 
 _WIDE = 100
 _LABEL = 8
+_NUMBERS = 21
+"""Columns of '1023 MiB / 1023 MiB'."""
 
 
 def above(model: Model, width: int, height: int) -> list[Line]:
@@ -39,7 +41,7 @@ def above(model: Model, width: int, height: int) -> list[Line]:
 
 def _stacked(model: Model, memory: list[Line], daemons: list[tuple[str, list[Line], str]], width: int, room: int) -> list[Line]:
     out: list[Line] = []
-    for title, lines, note in [*daemons, ("memory", memory, "")]:
+    for title, lines, note in [_join(daemons, width - 4), ("memory", memory, "")]:
         left = room - len(out)
         if left >= 4:
             out += box(title, lines[: left - 2], width, model.glyphs, note=note)
@@ -140,9 +142,12 @@ def _meter(label: str, parts: list[tuple[float, str]], total: float, text: str, 
     if empty:
         return (head, Span(empty, "dim"))
     share = _share(sum(amount for amount, _ in parts), total)
+    # Numbers in columns of their own, so that bars end at the same place whatever the numbers are.
+    text = f"{text:>{_NUMBERS}}"
     tail = f"  {text}  {percent(share):>6}"
     columns = width - _LABEL - len(tail)
     if columns < 4:
+        text = text.strip()
         return (head, Span(f"{text}  {percent(share)}", load_style(share or 0.0)))
     return (
         head,
@@ -162,12 +167,14 @@ def _daemons(model: Model, width: int) -> list[tuple[str, list[Line], str]]:
 
 
 def _join(daemons: list[tuple[str, list[Line], str]], width: int) -> tuple[str, list[Line], str]:
-    """Several daemons in one box: each under its own name."""
+    """Several daemons in one box: for each its name, arena and hits, and one line a tier."""
     if len(daemons) == 1:
         return daemons[0]
     lines: list[Line] = []
     for title, body, note in daemons:
-        lines += [(Span(title, "title"), Span("  " + note, "dim")), *body]
+        lines.append((Span(title, "title"), Span("  " + note, "dim")))
+        if note != GONE:
+            lines += [*body[:2], *body[4:]]
     return f"{len(daemons)} daemons", lines, ""
 
 
@@ -218,7 +225,7 @@ def _tier(model: Model, tier: Tier, width: int) -> Line:
     hits, misses = tier.get("tier_hits_total"), tier.get("tier_misses_total")
     text = format_size(tier.used_bytes) + (f" / {format_size(tier.limit_bytes)}" if tier.limit_bytes else "")
     if hits + misses and width > 60:
-        text += f"  hit {ratio(hits / (hits + misses))}"
+        text = f"hit {ratio(hits / (hits + misses)):>7}  {text:>{_NUMBERS}}"
     if tier.broken:
         return (
             Span(f"{safe(tier.name)[: _LABEL - 1]:{_LABEL}}", "dim"),

@@ -174,7 +174,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
         load, store = model.history.points(level.load_key, inner), model.history.points(level.store_key, inner)
         values = [a + b for a, b in zip(load, store, strict=False)]
         lines.append(span(f"bytes a second, loads and stores, up to {format_rate(max(values, default=0.0))}", "dim"))
-        lines += graph(values, inner, min(12, max(3, left - 8)), model.glyphs)
+        lines += graph(values, inner, min(8, max(3, left - 8)), model.glyphs)
     lines += _values(level, inner)[: max(0, room - len(lines))]
     return box(f"{safe(level.name)} of {level.daemon.name}", lines, width, model.glyphs, note=level.type, height=height)[:height]
 
