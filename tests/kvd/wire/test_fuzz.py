@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvd.store.extents import PAGE
@@ -100,6 +100,7 @@ def test_valid_frames_with_a_few_bytes_changed(daemon: Daemon, message: p.Reques
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_well_formed_requests_with_absurd_values(daemon: Daemon, message: p.Request) -> None:
     """Any number a field can hold, any length of key: an answer or a refusal, never an accident."""
+    assume(not (isinstance(message, p.Clear) and not message.namespace))  # clears everything, as it should
     message.id = 7
     with Raw(daemon.socket, timeout_s=1.0) as raw:
         raw.send(message, p.Ping(8))
