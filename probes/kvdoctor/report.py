@@ -91,14 +91,16 @@ def _grouped(report: Report) -> Iterable[str]:
             # Measured on request: the figures are what was asked for.
             yield from (f"{mark('pass')} {name:<{WIDTH}}{printable(f'{item.scope}: {item.observed}')}" for item in good)
         elif not bad and good:
-            yield f"{mark('pass')} {name:<{WIDTH}}{_summary(good)}"
+            yield f"{mark('pass')} {name:<{WIDTH}}{_summary(key, good)}"
 
 
 def _cause(report: Report, item: Result) -> Iterable[str]:
     name = GROUPS.get(item.group, item.group)
     where = "" if item.scope == "host" or item.scope in item.observed else f"{item.scope}: "
-    yield f"{mark(item.status)} {name:<{WIDTH}}{printable(where + item.observed)}  {paint(item.id, 'dim')}"
     pad = " " * (WIDTH + 5)
+    head, *rest = list(_wrapped(f"{where}{item.observed}  ({item.id})", "")) or [""]
+    yield f"{mark(item.status)} {name:<{WIDTH}}{head}"
+    yield from (f"{pad}{line}" for line in rest)
     if item.expected and item.status == "fail":
         yield f"{pad}expected {item.expected}"
     if item.why:
@@ -119,21 +121,35 @@ def _wrapped(text: str, pad: str, width: int = 118) -> Iterable[str]:
     )
 
 
-def _summary(good: list[Result]) -> str:
-    """What a group's passing checks saw, short enough for one line."""
-    words: list[str] = []
-    good = list({item.id: item for item in reversed(good)}.values())[::-1]
-    for item in good:
-        word = (
-            f"{item.title.lower() if not item.title[:2].isupper() else item.title}: {item.observed}"
-            if len(item.observed) < 24
-            else item.title
-        )
-        if len(", ".join([*words, word])) > 96:
-            words.append(f"and {len(good) - len(words)} more")
-            break
-        words.append(word)
-    return printable(", ".join(words))
+HIGHLIGHTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "gpu": (("gpu.present", "{}"), ("gpu.largebar", "{}"), ("gpu.pcie_link", "link {}")),
+    "driver": (("gpu.driver.version", "amdgpu {}"), ("gpu.driver.loaded", "{}")),
+    "ais": (("ais.registered", "{}"), ("ais.param", "{}")),
+    "kernel": (("kernel.p2pdma", "P2PDMA {}"), ("p2p.topology", "{}"), ("kernel.iommu", "IOMMU {}")),
+    "rocm": (("rocm.version", "ROCm {}"), ("rocm.hip_ais", "file calls in {}")),
+    "nv": (("nv.gdscheck", "{}"), ("nv.p2pmem", "{} registered"), ("nv.driver_open", "{}")),
+    "storage": (("storage.fs", "{}"), ("storage.backing", "{}"), ("storage.odirect", "direct I/O: {}"), ("storage.space", "{}")),
+    "limits": (("limits.shm", "shm {}"), ("limits.memlock", "locked memory {}"), ("limits.nofile", "open files {}")),
+    "cfg": (("cfg.hashseed", "{}"), ("cfg.hipfile_env", "hipFile's switches: {}"), ("cfg.chunk", "chunks {}")),
+    "kvd": (("kvd.health", "{}"), ("kvd.segments", "{}")),
+}
+"""What the one line of a healthy group shows: the observations of these checks, in these words."""
+
+
+def _summary(group: str, good: list[Result]) -> str:
+    """A healthy group in one line: what its telling checks saw, and how many passed."""
+    told: list[str] = []
+    for check_id, words in HIGHLIGHTS.get(group, ()):
+        seen = [item for item in good if item.id == check_id]
+        if not seen:
+            continue
+        # Several paths or GPUs: all the same is said once, else how many there are.
+        values = list(dict.fromkeys(item.observed for item in seen))
+        text = words.format(values[0]) + (f" (and {len(values) - 1} more)" if len(values) > 1 else "")
+        if len("; ".join([*told, text])) <= 92:
+            told.append(text)
+    count = len(good)
+    return printable("; ".join([*told]) or f"{count} check{'s' * (count != 1)} passed")
 
 
 def _detailed(report: Report) -> Iterable[str]:

@@ -24,13 +24,13 @@ DRIVER_FOLLOWS = (
 )
 CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpu.present", ("gpu.", "ais.", "kernel.", "p2p.", "rocm.", "nv.")),
+    ("gpu.vf", ("ais.registered", "ais.tool")),
+    ("gpu.apu", ("ais.registered", "ais.tool", "gpu.largebar")),
     ("gpu.driver.secureboot", ("gpu.driver.loaded", *DRIVER_FOLLOWS)),
     ("gpu.driver.loaded", (*DRIVER_FOLLOWS, "ais.param")),
     ("gpu.driver.match", ("gpu.driver.version", "ais.symbol", "ais.registered", "ais.tool")),
     ("gpu.driver.dkms", ("gpu.driver.version", "gpu.driver.match", "ais.symbol", "ais.registered", "ais.tool")),
     ("gpu.driver.version", ("gpu.driver.match", "ais.symbol", "ais.registered", "ais.tool")),
-    ("gpu.vf", ("ais.registered", "ais.tool")),
-    ("gpu.apu", ("ais.registered", "ais.tool", "gpu.largebar")),
     ("gpu.largebar", ("ais.registered", "ais.tool")),
     ("ais.param", ("ais.registered", "ais.tool")),
     ("kernel.p2pdma", ("ais.registered", "ais.tool")),
@@ -133,9 +133,9 @@ def posix(results: list[Result]) -> str:
 
 def link_causes(results: list[Result]) -> list[str]:
     """Fill `caused_by`, and return the ids of root causes, GPU-direct's and worst first."""
-    bad = {item.id for item in results if item.bad}
     for cause, follows in CAUSES:
-        found = [item for item in results if item.id == cause and item.bad]
+        # What is merely unknown explains nothing.
+        found = [item for item in results if item.id == cause and item.status in ("warn", "fail")]
         if not found:
             continue
         weight = max(WORST.index(item.status) for item in found)
@@ -148,16 +148,35 @@ def link_causes(results: list[Result]) -> list[str]:
             root = _root(cause, results)
             if explained and same and enough and item.bad and not item.caused_by and item.id not in (cause, root):
                 item.caused_by = root
-    order = {need: rank for rank, need in enumerate(("R", "P", "i"))}
-    roots = [item for item in results if item.bad and not item.caused_by]
-    roots.sort(key=lambda item: (-WORST.index(item.status) if item.status != "unknown" else -2.5, order[item.need]))
-    return [check_id for check_id in dict.fromkeys(item.id for item in roots) if check_id in bad]
+    for item in results:
+        item.caused_by = _deepest(item.caused_by, results)
+    needs, depth = ("R", "P", "i"), [cause for cause, _ in CAUSES]
+
+    def place(item: Result) -> tuple[int, int, int]:
+        """Failures first, GPU-direct's before others; of those, what no reboot can mend, then the deepest cause."""
+        severity = (
+            ("fail", "unknown", "warn").index(item.status) if item.need == "R" else ("fail", "warn", "unknown").index(item.status)
+        )
+        return severity, needs.index(item.need), depth.index(item.id) if item.id in depth else len(depth)
+
+    roots = sorted((item for item in results if item.bad and not item.caused_by), key=place)
+    return list(dict.fromkeys(item.id for item in roots))
 
 
 def _root(cause: str, results: list[Result]) -> str:
     """A cause that is itself explained passes on its own cause."""
     parents = {item.caused_by for item in results if item.id == cause and item.caused_by}
     return next(iter(parents), cause)
+
+
+def _deepest(cause: str, results: list[Result]) -> str:
+    """The end of the chain of causes: a cause may have found its own one later."""
+    for _ in CAUSES:
+        above = {item.caused_by for item in results if item.id == cause and item.bad}
+        if not cause or not above or "" in above:
+            return cause
+        cause = next(iter(above))
+    return cause
 
 
 def next_step(report: Report) -> str:

@@ -28,6 +28,9 @@ from kvdoctor.facts import ToolRun
 
 MAX_READ = 4 << 20
 MAX_LINKS = 40
+NOWHERE = "/.no-such-file"
+"""What a path stands for that cannot be: links in a circle, or a name no file can have. Never the link itself: opening that
+would follow it out of a capture's root."""
 SELF = ("/proc/self", "/proc/thread-self")
 """Links that mean this process: kept as they are written, so that a capture can be read by another."""
 
@@ -83,6 +86,8 @@ class Source:
 
     def real(self, path: str) -> str:
         """`path` with every symbolic link followed inside the root; what does not exist is kept as written."""
+        if "\0" in path:
+            return NOWHERE
         todo = [part for part in path.split("/") if part]
         done: list[str] = []
         followed = 0
@@ -101,7 +106,7 @@ class Source:
                 continue
             followed += 1
             if followed > MAX_LINKS:
-                return here
+                return NOWHERE
             todo = [piece for piece in target.split("/") if piece] + todo
             if target.startswith("/"):
                 done = []

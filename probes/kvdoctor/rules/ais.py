@@ -7,7 +7,7 @@ ais_disabled=1 leave it True. So the gates are judged here, one by one, and the 
 from kvdoctor.facts import AisVolume, Facts, Gpu, IoFailure, KvPath
 from kvdoctor.parse.klog import errno_text
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import amd_only, apu_reason, candidates, check, result, skip, unknown, vf_reason
+from kvdoctor.rules.base import amd_only, apu_reason, candidates, check, rebuild_initramfs, result, skip, unknown, vf_reason
 from kvdoctor.rules.driver import is_loaded, match, too_old, version
 from kvdoctor.rules.gpu import kfd_node_of
 from kvtools.units import format_size
@@ -20,7 +20,7 @@ PARAM_FIX = (
 )
 
 
-@check("ais.symbol", "R", "AIS in the loaded driver")
+@check("ais.symbol", "R", "AIS in the driver")
 @amd_only
 def symbol(facts: Facts) -> Result:
     """kfd_ais_rw_file in kallsyms. Names stay readable without privilege; only the addresses are hidden."""
@@ -74,7 +74,7 @@ def param(facts: Facts) -> Result:
             f"AIS is switched off by ais_disabled=1 ({', '.join(conf) or 'module parameter'})",
             expected="0 or absent",
             fix=fix,
-            commands=["grep -rn ais_disabled /etc/modprobe.d /proc/cmdline", "update-initramfs -u    # or: dracut -f", "reboot"],
+            commands=["grep -rn ais_disabled /etc/modprobe.d /proc/cmdline", rebuild_initramfs(facts), "reboot"],
             evidence=evidence,
         )
     if conf:
@@ -277,8 +277,6 @@ def contradictions(facts: Facts) -> list[str]:
     if facts.environment.in_container and said.amdgpu and closed:
         # In a container its P2PDMA line comes from a configuration file, not from the driver.
         wrong.append(f"all True inside this container, but AIS is not up ({closed[0]})")
-    elif said.p2pdma and facts.kernel.config is not None and facts.kernel.config.get("CONFIG_PCI_P2PDMA") != "y" and not up:
-        wrong.append("Kernel P2PDMA support: True, but the running kernel was built without it")
     for path in facts.paths:
         wrong += _refused_volume(facts, path)
     return wrong

@@ -1,8 +1,8 @@
 """What a KV path lies on: the walk from its file system's device down to PCI functions, and the health of what is there."""
 
 from kvdoctor.facts import Block, Facts, KvPath
-from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, result, skip, unknown
+from kvdoctor.results import WORST, Result, file_evidence
+from kvdoctor.rules.base import absent, check, direct_only, each_path, rebuild_initramfs, result, skip, unknown
 from kvdoctor.rules.storage import NETWORK, NO_BLOCK, PARALLEL
 
 MAX_LVM_SLAVES, MAX_LVM_DEPTH = 16, 4
@@ -190,7 +190,7 @@ def multipath(facts: Facts) -> list[Result]:
                     "Real dual-port failover is lost with it.",
                     commands=[
                         "echo 'options nvme_core multipath=N' > /etc/modprobe.d/nvme-multipath.conf",
-                        "update-initramfs -u    # or: dracut -f",
+                        rebuild_initramfs(facts),
                         "reboot",
                     ],
                     evidence=[file_evidence(heads[0].syspath)],
@@ -215,7 +215,7 @@ def degraded(facts: Facts) -> list[Result]:
         if not arrays:
             return skip("no md array under this path")
         answers = [_array(facts, block) for block in arrays]
-        return max(answers, key=lambda answer: ("pass", "unknown", "warn", "fail").index(answer.status))
+        return max(answers, key=lambda answer: WORST.index(answer.status))
 
     return each_path(facts, rule)
 

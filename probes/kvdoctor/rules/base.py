@@ -7,6 +7,7 @@ belongs to what hand-made captures leave out (see `absent`).
 
 import functools
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -121,6 +122,25 @@ def absent(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Re
     if facts.partial:
         return skip(f"{what}: not in this capture", scope)
     return unknown(f"{what} could not be read", scope=scope, fix=fix)
+
+
+# Commands for --fix, in the words of the host's distribution
+
+
+def _red_hat(facts: Facts) -> bool:
+    return bool(re.search(r"Red Hat|Rocky|Alma|Oracle|CentOS|Fedora|Amazon Linux", facts.environment.os_name))
+
+
+def install(facts: Facts, debian: str, red_hat: str = "") -> str:
+    """The command that installs a package here ('zypper' on SUSE; Debian's where the distribution is not known)."""
+    if _red_hat(facts):
+        return f"dnf install {red_hat or debian}"
+    return f"zypper install {red_hat or debian}" if "SUSE" in facts.environment.os_name else f"apt-get install {debian}"
+
+
+def rebuild_initramfs(facts: Facts) -> str:
+    """The command that puts new module options, or a new module, into the initramfs."""
+    return "dracut -f" if _red_hat(facts) or "SUSE" in facts.environment.os_name else "update-initramfs -u"
 
 
 # Which GPUs there are

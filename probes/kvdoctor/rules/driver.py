@@ -2,8 +2,8 @@
 
 from kvdoctor.facts import AmdDriver, DkmsEntry, Facts, ModuleFile
 from kvdoctor.parse.versions import at_least, version_tuple
-from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, amd_only, check, result, skip, unknown
+from kvdoctor.results import Evidence, Result, command_evidence, file_evidence
+from kvdoctor.rules.base import absent, amd_only, check, install, rebuild_initramfs, result, skip, unknown
 
 MINIMUM = (6, 16, 6)
 MINIMUM_TEXT = "6.16.6 (package amdgpu-dkms 30.20.1)"
@@ -67,7 +67,7 @@ def version(facts: Facts) -> Result:
             expected=MINIMUM_TEXT,
             why="AIS comes with AMD's dkms driver only.",
             fix=f"Install amdgpu-dkms for kernel {facts.kernel.release or 'this kernel'}, then reboot.",
-            commands=["apt-get install amdgpu-dkms    # from AMD's driver repository", "reboot"],
+            commands=[f"{install(facts, 'amdgpu-dkms')}    # from AMD's driver repository", "reboot"],
             evidence=evidence,
         )
     enough = at_least(driver.version, MINIMUM)
@@ -81,7 +81,7 @@ def version(facts: Facts) -> Result:
         expected=MINIMUM_TEXT,
         why="This driver predates AIS.",
         fix="Install amdgpu-dkms 30.20.1 or later from AMD's driver repository, then reboot.",
-        commands=["apt-get install amdgpu-dkms    # from AMD's driver repository", "reboot"],
+        commands=[f"{install(facts, 'amdgpu-dkms')}    # from AMD's driver repository", "reboot"],
         evidence=evidence,
     )
 
@@ -121,7 +121,7 @@ def match(facts: Facts) -> Result:
         )
     if driver.disk_foreign:
         return unknown("the module found is this container's, not the host's", evidence=evidence)
-    return _differs(driver, evidence)
+    return _differs(facts, evidence)
 
 
 def same_module(driver: AmdDriver, disk: ModuleFile) -> bool | None:
@@ -160,7 +160,7 @@ def _installed_version(driver: AmdDriver) -> Result:
     )
 
 
-def _not_comparable(observed: str, evidence: list, *, in_tree: bool = True) -> Result:  # type: ignore[type-arg]
+def _not_comparable(observed: str, evidence: list[Evidence], *, in_tree: bool = True) -> Result:
     if not in_tree:
         return unknown(observed, evidence=evidence)
     return result(
@@ -173,7 +173,8 @@ def _not_comparable(observed: str, evidence: list, *, in_tree: bool = True) -> R
     )
 
 
-def _differs(driver: AmdDriver, evidence: list) -> Result:  # type: ignore[type-arg]
+def _differs(facts: Facts, evidence: list[Evidence]) -> Result:
+    driver = facts.driver
     assert driver.disk is not None
     disk = driver.disk.version or driver.disk.srcversion or "the kernel's own"
     here = driver.version or "the kernel's own"
@@ -185,7 +186,7 @@ def _differs(driver: AmdDriver, evidence: list) -> Result:  # type: ignore[type-
         expected="the same",
         why="Only a reboot (or a reload of the module) puts an installed driver to work.",
         fix="Reboot. If it is still old afterwards, the initramfs carries the old module: rebuild it, and reboot again.",
-        commands=["reboot", "update-initramfs -u    # or: dracut -f; only if the old driver is still there, then reboot again"],
+        commands=["reboot", f"{rebuild_initramfs(facts)}    # only if the old driver is still there, then reboot again"],
         evidence=evidence,
     )
 
@@ -243,7 +244,7 @@ def _line(entry: DkmsEntry) -> str:
     return f"{entry.version}, {entry.kernel or 'no kernel'}: {entry.state}" + (f" ({entry.note})" if entry.note else "")
 
 
-def _dkms_bad(facts: Facts, mine: list[DkmsEntry], evidence: list) -> Result:  # type: ignore[type-arg]
+def _dkms_bad(facts: Facts, mine: list[DkmsEntry], evidence: list[Evidence]) -> Result:
     driver, kernel = facts.driver, facts.kernel.release
     entries = driver.dkms or []
     others = sorted({entry.kernel for entry in entries if entry.kernel and entry.kernel != kernel and entry.state == "installed"})
@@ -264,7 +265,7 @@ def _dkms_bad(facts: Facts, mine: list[DkmsEntry], evidence: list) -> Result:  #
         what,
         expected="installed for the running kernel",
         fix=fix,
-        commands=[f"apt-get install linux-headers-{kernel}", f"dkms autoinstall -k {kernel}"],
+        commands=[install(facts, f"linux-headers-{kernel}", f"kernel-devel-{kernel}"), f"dkms autoinstall -k {kernel}"],
         evidence=evidence,
     )
 

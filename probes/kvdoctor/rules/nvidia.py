@@ -9,7 +9,7 @@ from typing import Literal
 from kvdoctor.facts import Facts
 from kvdoctor.parse.versions import at_least
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, check, has_nvidia, nvidia_only, result, skip, unknown
+from kvdoctor.rules.base import absent, check, has_nvidia, nvidia_only, rebuild_initramfs, result, skip, unknown
 from kvtools.units import format_size
 
 REGKEYS = ("RMForceStaticBar1=1", "RmForceDisableIomapWC=1")
@@ -134,7 +134,7 @@ def regkeys(facts: Facts) -> Result:
         fix=f"Add {';'.join(REGKEYS)} to NVreg_RegistryDwords, reload the driver.",
         commands=[
             f"echo 'options nvidia NVreg_RegistryDwords=\"{';'.join(REGKEYS)};\"' > /etc/modprobe.d/nvidia-gds.conf",
-            "update-initramfs -u    # or: dracut -f",
+            rebuild_initramfs(facts),
             "reboot",
         ],
     )
@@ -217,6 +217,8 @@ def kernel(facts: Facts) -> Result:
         return unknown(f"release {release!r} is not understood")
     if new and (symbols is None or "p2pdma_pgmap_ops" in symbols):
         return result("pass", release, confidence="medium" if symbols is None else "high")
+    if facts.nvidia.fs_loaded:
+        return result("info", f"kernel {release} cannot do the P2PDMA route; nvidia-fs is the one installed here")
     what = f"kernel {release} is older than 6.2" if not new else f"kernel {release} has no p2pdma_pgmap_ops (CONFIG_PCI_P2PDMA)"
     return _closed(
         facts,

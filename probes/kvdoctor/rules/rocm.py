@@ -3,7 +3,7 @@
 from kvdoctor.facts import Facts
 from kvdoctor.parse.versions import at_least, version_tuple
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, amd_only, check, result, skip, unknown
+from kvdoctor.rules.base import absent, amd_only, check, install, result, skip, unknown
 
 MINIMUM = (7, 2)
 
@@ -67,7 +67,7 @@ def hip_ais(facts: Facts) -> Result:
     if said is not None:
         evidence = [command_evidence("ais-check", f"HIP runtime: {said}")]
         if said:
-            return result("pass", "ais-check says so", evidence=evidence, confidence="medium")
+            return result("pass", "the runtime ais-check found", evidence=evidence, confidence="medium")
         return result(
             "fail",
             "ais-check finds no HIP runtime with file calls",
@@ -90,7 +90,7 @@ def hipfile_lib(facts: Facts) -> Result:
         "fail",
         f"no libhipfile.so in {', '.join(facts.rocm.library_folders[:3])}",
         fix="Install hipFile (package hipfile of ROCm) where the engine runs.",
-        commands=["apt-get install hipfile"],
+        commands=[install(facts, "hipfile")],
     )
 
 

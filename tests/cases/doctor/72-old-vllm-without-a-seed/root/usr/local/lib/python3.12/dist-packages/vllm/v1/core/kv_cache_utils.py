@@ -1,0 +1,1 @@
+NONE_HASH = None
