@@ -83,8 +83,8 @@ def test_valid_frames_with_a_few_bytes_changed(daemon: Daemon, message: p.Reques
     if cut:
         del frame[4 + len(frame) // 2 :]
         struct.pack_into("<I", frame, 0, len(frame) - 4)
-    if len(frame) > 5 and frame[5] == p.Drain.__struct_config__.tag:
-        return  # a drain is an order like any other, and would end this daemon's usefulness
+    if len(frame) > 5 and frame[5] in (p.Drain.__struct_config__.tag, p.Clear.__struct_config__.tag):
+        return  # orders like any other: one would end this daemon's usefulness, the other empty it
     with Raw(daemon.socket) as raw:
         raw.link.sendall(frame)
         try:
