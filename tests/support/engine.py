@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,9 @@ class Nursery:
             text=True,
         )
         self._count = 0
+        # For a moment after exec a process has no command line, and what counts processes takes it for dead.
+        while not Path(f"/proc/{self.process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)
 
     def start(self, arguments: dict[str, Any], env: Mapping[str, str], log: str) -> tuple[int, IO[str], IO[str]]:
         """Fork an engine: its pid, and the two ends to talk to it."""

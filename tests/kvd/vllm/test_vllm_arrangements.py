@@ -1,0 +1,147 @@
+"""The connector in other arrangements: several processes, two ranks, preemption, beside another connector, one-way roles."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import MakeDaemon
+from tests.support.engine import TRANSFER, Engine, model, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("kvd"), pytest.mark.timeout(240)]
+
+
+def test_front_end_scheduler_and_worker_in_processes_of_their_own(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    with Engine(model(), daemon.socket, processes=True) as engine:
+        engine.one(one)
+        own = engine.one(one)
+        assert engine.ask("reset")
+        warm = engine.one(one)
+        assert warm["cached"] == own["cached"] == 992
+        assert (warm["tokens"], warm["logprobs"]) == (own["tokens"], own["logprobs"])
+        metrics = engine.metrics()
+        # Counted in the worker and in the scheduler, shown by the front end: what vLLM counts and what we count agree.
+        assert metrics["vllm:kvd_hit_tokens"] == 992 == metrics["vllm:external_prefix_cache_hits"]
+        assert metrics["vllm:kvd_loads"] == 1
+        assert metrics["vllm:kvd_load_bytes"] == metrics["vllm:kvd_save_bytes"] > 0
+        assert metrics["vllm:kvd_errors"] == 0
+        assert "daemon connected" in engine.text()
+    with daemon.client() as client:
+        stats = client.stats()
+    assert stats["set_bytes_total"] == stats["get_bytes_total"] == metrics["vllm:kvd_load_bytes"]
+    assert stats["leases_active"] == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_hit_together(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    with Engine(model(), daemon.socket, processes=True, tensor_parallel_size=2) as engine:
+        engine.one(one)
+        own = engine.one(one)
+        assert engine.metrics()["vllm:kvd_saves"] == 8
+    with Engine(model(), daemon.socket, processes=True, tensor_parallel_size=2) as engine:
+        warm = engine.one(one)
+        assert warm["cached"] == own["cached"] == 992
+        assert (warm["tokens"], warm["logprobs"]) == (own["tokens"], own["logprobs"])
+        engine.ask("reset")
+        with daemon.client() as client:
+            entry = client.stats()
+            assert entry["entries"] == 8
+            # One chunk of one rank is gone: neither rank may use its half.
+            listed = daemon.run("keys", "--json").json()["keys"]
+            gone = listed[0]
+            client.delete([bytes.fromhex(gone["key"])], namespace=bytes.fromhex(gone["namespace"]))
+        again = engine.one(one)
+        assert again["cached"] < 992
+        assert again["tokens"] == own["tokens"]
+        assert engine.metrics()["vllm:kvd_load_failures"] == 0
+
+
+def test_preempted_requests_come_back_right(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="256MiB")
+    prompts = [prompt(500, seed) for seed in range(4)]
+    # Room for little more than three of four answers: the others are preempted and come back through a look-up that covers
+    # what they generated too.
+    with Engine(model(), daemon.socket, num_gpu_blocks_override=76, max_model_len=1024, max_num_seqs=4) as engine:
+        alone = [engine.one(one, tokens=160, params={"kvd_retention": "none"}) for one in prompts]
+        assert engine.ask("preemptions") == 0
+        engine.ask("reset")
+        together = engine.generate(prompts, tokens=160)
+        assert engine.ask("preemptions") > 0
+        assert [out["tokens"] for out in together] == [out["tokens"] for out in alone]
+        metrics = engine.metrics()
+        assert metrics["vllm:kvd_hit_tokens"] > 0, "what was preempted was loaded again, not computed"
+        assert metrics["vllm:kvd_errors"] == 0
+        free, total = engine.ask("free_blocks")
+        assert free == total - 1
+
+
+def test_beside_another_connector(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    children = [
+        {"kv_connector": "KvdConnector", "kv_role": "kv_both"},
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        },
+    ]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    with Engine(model(), daemon.socket, transfer=transfer) as engine:
+        engine.one(one)
+        own = engine.one(one)
+        engine.ask("reset")
+        warm = engine.one(one)
+        assert warm["cached"] == own["cached"]
+        assert (warm["tokens"], warm["logprobs"]) == (own["tokens"], own["logprobs"])
+        assert engine.metrics()["vllm:external_prefix_cache_hits"] == 992
+        # vLLM logs the children's stats by class name: a connector it cannot look up would end the engine here.
+        engine.ask("log_stats")
+        assert "KvdConnector" in engine.text()
+        assert list(tmp_path.iterdir()), "the other one saved too"
+
+
+@pytest.mark.parametrize(("role", "saves", "loads"), [("kv_consumer", False, True), ("kv_producer", True, False)])
+def test_roles_are_one_way(kvd_daemon: MakeDaemon, role: str, saves: bool, loads: bool) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    if loads:
+        with Engine(model(), daemon.socket) as engine:
+            engine.one(one)
+    with Engine(model(), daemon.socket, transfer={**TRANSFER, "kv_role": role}) as engine:
+        assert engine.one(one)["cached"] == (992 if loads else 0)
+        engine.one(prompt(1000, 2))
+        assert bool(engine.metrics()["vllm:kvd_saves"]) is saves
+
+
+def test_another_hash_seed_shares_nothing_and_is_told_apart(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "0"}) as engine:
+        engine.one(one)
+    with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "1"}) as engine:
+        assert engine.one(one)["cached"] == 0
+    with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "0"}) as engine:
+        assert engine.one(one)["cached"] == 992
+
+
+def test_without_a_daemon_an_engine_starts_and_serves(tmp_path: Path) -> None:
+    with Engine(model(), tmp_path / "nobody.sock") as engine:
+        assert engine.one(prompt(300))["finish"] == "length"
+        assert "no daemon yet" in engine.text()
+        assert engine.metrics()["vllm:kvd_errors"] == 0
+
+
+def test_a_setting_that_cannot_be_meant_ends_the_start_by_name(tmp_path: Path) -> None:
+    engine = Engine(model(), tmp_path / "nobody.sock", env={"KVD_CHUNK_TOKENS": "plenty"})
+    with pytest.raises(AssertionError, match=r"chunk_tokens \(env:KVD_CHUNK_TOKENS\): not a positive whole number: 'plenty'"):
+        engine.wait()
+    engine.stop()
