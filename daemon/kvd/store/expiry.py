@@ -39,7 +39,7 @@ class Expiries:
         bucket.append(slot)
 
     def due(self, now_ns: int, expiry_of: Callable[[int], int]) -> int:
-        """Take out a slot that has expired, the earliest first; 0 when none has. `expiry_of`: what a slot's value has now."""
+        """Take out a slot that has expired, the earliest first; 0 when none has. `expiry_of`: what its value has now, or 0."""
         while True:
             while self._order and self._order[0] <= now_ns >> _SECOND:
                 self._open_bucket(heapq.heappop(self._order), expiry_of)
@@ -53,7 +53,7 @@ class Expiries:
 
     def _open_bucket(self, number: int, expiry_of: Callable[[int], int]) -> None:
         bucket = self._buckets.pop(number)
-        live = [(expires << _SLOT) | slot for slot in bucket if (expires := expiry_of(slot)) >> _SECOND == number]
+        live = [expires << _SLOT | slot for slot in bucket if (expires := expiry_of(slot)) and expires >> _SECOND == number]
         self.hints -= len(bucket) - len(live)
         self._open += live
         heapq.heapify(self._open)
