@@ -156,7 +156,7 @@ def load(path: Path) -> GateConfig:
         sleep=sleep,
         launch_delay_s=top.take("launch_delay_seconds", seconds, 0.0),
         log_dir=top.take("log_dir", lambda v: Path(text(v)).expanduser(), None),
-        devices=_devices(top.sub("devices")),
+        devices=top.take("devices", _devices, {}),
         **router,
     )
     models = [_model(name, section, base) for name, section in _model_sections(top)]
@@ -242,12 +242,14 @@ def _scalar(value: Any) -> str:
     return text(value)
 
 
-def _devices(section: Section) -> dict[int, int]:
+def _devices(value: Any) -> dict[int, int]:
+    if not isinstance(value, dict):
+        raise ConfigError("expected device indices with a size each", hint="write {0: 80GiB}")
     found = {}
-    for key in section.rest():
-        if not key.isascii() or not key.isdecimal():
-            raise section.error(key, "not a device index", hint='write "0": 80GiB')
-        found[int(key)] = section.take(key, size, 0)
+    for key, given in value.items():
+        if isinstance(key, bool) or not str(key).isascii() or not str(key).isdecimal():
+            raise ConfigError(f"not a device index: {key!r}", hint="write {0: 80GiB}")
+        found[int(key)] = size(given)
     return found
 
 

@@ -50,7 +50,7 @@ def _run(config: GateConfig, allow_open: bool) -> None:
 
     sock = listen(config, allow_open=allow_open)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, sock))
+        runner.run(serve(config, sock, allow_open=allow_open))
 
 
 def _address(config: GateConfig, host: str | None, port: int | None) -> Resolved:

@@ -234,12 +234,15 @@ class Answer:
                 piece = await content.readany()
                 ticket.first_byte()
                 while piece:
+                    last = content.at_eof()
                     # A client that reads slowly is not an engine that is silent: the clock stands while we send.
                     silence.reschedule(None)
                     self.sent += len(piece)
                     tail = piece[-TAIL:] if len(piece) >= TAIL else (tail + piece)[-TAIL:]
                     if self._events:
                         ticket.chunks += piece.count(b"data:")
+                    if last:
+                        break  # short answers arrive whole: one write less
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     silence.reschedule(clock() + idle_s)
                     piece = await content.readany()
@@ -250,7 +253,7 @@ class Answer:
         ticket.finish(
             upstream.status < 400, sent=self.sent, prompt_tokens=_last(_PROMPT, tail), completion_tokens=_last(_COMPLETION, tail)
         )
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": piece, "more_body": False})
 
     async def break_off(self, error: RequestError) -> None:
         """Tell an event stream's reader why it ends here; the connection is then closed without a proper end."""

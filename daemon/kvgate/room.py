@@ -1,6 +1,6 @@
 """Memory-aware waking: a model wakes only where it fits, and the least recently used idle model sleeps to make it fit.
 
-`devices: {"0": 80GiB}` says what all models awake on a device may hold together. A model's part of it is `weights_bytes`
+`devices: {0: 80GiB}` says what all models awake on a device may hold together. A model's part of it is `weights_bytes`
 plus its KV: what its pool segment says is in use, and at least `kv_bytes`. A sleeping model still holds what its pool has
 mapped. Without `devices` everything fits, and nothing here happens.
 

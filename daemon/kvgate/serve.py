@@ -27,6 +27,7 @@ from kvgate.errors import ConfigError
 from kvgate.front import Front
 from kvgate.guard import Guard, KeyRing, is_loopback
 from kvgate.idle import IdleWatch
+from kvgate.protocol import BoundedProtocol
 from kvgate.proxy import Proxy, new_session
 from kvgate.publish import Publisher
 from kvgate.room import Room
@@ -40,8 +41,9 @@ log = logging.getLogger("kvgate.serve")
 class Gate:
     """Everything that runs in one `kvgate serve`. Made inside the running loop."""
 
-    def __init__(self, config: GateConfig) -> None:
+    def __init__(self, config: GateConfig, *, may_be_open: bool = True) -> None:
         self.config = config
+        self._may_be_open = may_be_open
         self.started_wall = time.time()
         self.draining = False
         self.session = new_session()
@@ -53,7 +55,8 @@ class Gate:
         self.supervisor = Supervisor(self.router, config)
         self.publisher = Publisher(self.router, config.path)
         self.guard = _guard(config)
-        self.app = Front(self, Proxy(self.router, self.session, hide_credentials=config.api_keys is not None))
+        self.proxy = Proxy(self.router, self.session, hide_credentials=config.api_keys is not None)
+        self.app = Front(self, self.proxy)
 
     def start(self) -> None:
         """Begin to watch engines and idle models."""
@@ -66,10 +69,13 @@ class Gate:
     def reload(self) -> Reloaded:
         """Read the configuration again. Raises ConfigError and changes nothing when it cannot be meant."""
         config = configuration.load(self.config.path)
+        if config.api_keys is None and not self._may_be_open:
+            raise ConfigError("router.api_keys is gone, and other machines reach this gate", hint="restart it with --allow-open")
         guard = _guard(config)
         done = self.router.apply(config)
         self.supervisor.apply()
         self.room.devices = config.devices
+        self.proxy.hide_credentials = config.api_keys is not None
         self.config, self.guard = config, guard
         log.info("reloaded: added %s, removed %s, changed %s", done.added, done.removed, done.changed)
         return done
@@ -122,22 +128,24 @@ def new_server(gate: Gate) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             gate.app,
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
+            # Longer than a reverse proxy keeps its connections: whoever closes first must not be us.
+            timeout_keep_alive=75,
             limit_concurrency=gate.config.max_connections,
             timeout_graceful_shutdown=max(1, int(gate.config.shutdown_timeout_s)),
         )
     )
 
 
-async def serve(config: GateConfig, sock: socket.socket) -> None:
+async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = False) -> None:
     """Serve until a signal says stop."""
-    gate = Gate(config)
+    gate = Gate(config, may_be_open=allow_open or is_loopback(config.host))
     server = new_server(gate)
     loop = asyncio.get_running_loop()
 

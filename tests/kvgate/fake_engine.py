@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Self
 from urllib.parse import parse_qsl, urlsplit
@@ -30,6 +31,7 @@ class Call:
     query: list[tuple[str, str]]
     headers: list[tuple[str, str]]
     body: bytes
+    when: float = field(default_factory=time.monotonic)
 
 
 @dataclass

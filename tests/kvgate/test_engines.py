@@ -17,9 +17,9 @@ from kvtools.segments import pool
 from tests.kvgate.process import GateProcess, alive, gate, instance, notes, write
 
 
-def test_engine_is_started_served_and_ended_with_the_gate(tmp_path: Path) -> None:
-    with gate(tmp_path, instances=[instance("one", tmp_path)]) as running:
-        running.until(lambda: running.state("one") == "awake")
+def test_engine_is_started_served_and_ended_with_the_gate_and_requests_wait_for_it(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path, args="--start-delay 0.5")]) as running:
+        assert running.state("one") == "starting"
         assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[1]["echo"] == "x"
         pid = notes(tmp_path, "one")[0]["pid"]
         assert alive(pid)
@@ -28,12 +28,6 @@ def test_engine_is_started_served_and_ended_with_the_gate(tmp_path: Path) -> Non
     log = tmp_path / "logs" / "one.log"
     assert log.read_text() == "engine is up\n"
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
-
-
-def test_requests_wait_while_the_engine_starts(tmp_path: Path) -> None:
-    with gate(tmp_path, instances=[instance("one", tmp_path, args="--start-delay 0.7")]) as running:
-        assert running.state("one") == "starting"
-        assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[0] == 200
 
 
 def test_engines_on_one_device_start_one_after_the_other_and_others_at_once(tmp_path: Path) -> None:
@@ -60,21 +54,15 @@ def test_engine_that_dies_is_started_again_and_requests_wait_for_it(tmp_path: Pa
 
 
 def test_engine_that_never_serves_is_failed_with_its_last_words(tmp_path: Path) -> None:
-    bad = instance("bad", tmp_path, restart=False)
+    bad, missing = instance("bad", tmp_path, restart=False), instance("missing", tmp_path, restart=False, devices=[1])
     bad["command"] = ["sh", "-c", "echo out of memory; exit 3", "x"]
-    with gate(tmp_path, instances=[bad]) as running:
-        running.until(lambda: running.state("bad") == "failed")
+    missing["command"] = ["no-such-program-here"]
+    with gate(tmp_path, instances=[bad, missing]) as running:
+        running.until(lambda: {running.state("bad"), running.state("missing")} == {"failed"})
         status, body = running.ask("/v1/completions", {"model": "bad"})
         assert status == 503
         assert "ended with status 3: out of memory" in body["error"]["message"]
-
-
-def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    bad = instance("bad", tmp_path, restart=False)
-    bad["command"] = ["no-such-program-here"]
-    with gate(tmp_path, instances=[bad]) as running:
-        running.until(lambda: running.state("bad") == "failed")
-        assert "no-such-program-here" in running.ask("/models")[1]["models"]["bad"]["last_error"]
+        assert "no-such-program-here" in running.ask("/models")[1]["models"]["missing"]["last_error"]
 
 
 def test_engine_that_is_not_ready_in_time_is_ended_and_tried_again(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvgate.config import load
 from kvgate.errors import ConfigError, Forbidden, RequestError, Unauthorized
 from kvgate.guard import Guard, KeyRing, is_loopback
-from kvgate.serve import listen
+from kvgate.serve import Gate, listen
 from kvtools.errors import Refused
 from tests.kvgate.fake_engine import FakeEngine
 from tests.kvgate.harness import running_gate, write_config
@@ -107,8 +108,6 @@ def test_web_pages_and_rebound_names(headers: dict[str, str], passes: bool) -> N
 def test_beyond_loopback_needs_keys(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from kvgate.config import load
-
     config = replace(load(write_config(tmp_path / "m.yaml", {"m": {"port": 1}})), host="0.0.0.0")
     with pytest.raises(Refused, match="no API keys") as caught:
         listen(config, allow_open=False)
@@ -144,3 +143,16 @@ async def test_websocket_is_refused(tmp_path: Path) -> None:
     async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
         with pytest.raises(aiohttp.WSServerHandshakeError):
             await client.session.ws_connect(client.base + "/v1/realtime")
+
+
+@pytest.mark.asyncio
+async def test_reload_cannot_open_a_gate_that_others_reach(tmp_path: Path) -> None:
+    keys = key_file(tmp_path, f"ann admin sha256:{hashed('a-key')}\n")
+    async with FakeEngine() as engine:
+        models = {"tiny": {"host": "127.0.0.1", "port": engine.port}}
+        gate = Gate(load(write_config(tmp_path / "m.yaml", models, router={"api_keys": str(keys)})), may_be_open=False)
+        write_config(tmp_path / "m.yaml", models)
+        with pytest.raises(ConfigError, match="api_keys is gone"):
+            gate.reload()
+        assert gate.proxy.hide_credentials
+        await gate.stop()

@@ -29,7 +29,7 @@ async def crowd(
         }
         for name, segment in (segments or {}).items():
             models[name]["segment"] = segment
-        config = write_config(folder / "models.yaml", models, devices={"0": size}, **more)
+        config = write_config(folder / "models.yaml", models, devices={0: size}, **more)
         client = await stack.enter_async_context(running_gate(config))
         yield client, engines
 
@@ -73,7 +73,7 @@ async def test_no_room_in_time_is_503_and_wakes_nobody(tmp_path: Path) -> None:
 async def test_a_model_larger_than_its_device_is_told_so(tmp_path: Path) -> None:
     async with FakeEngine(sleeping=True) as engine:
         models = {"tiny": {"host": "127.0.0.1", "port": engine.port, "devices": 0, "weights_bytes": "90GiB"}}
-        async with running_gate(write_config(tmp_path / "m.yaml", models, devices={"0": "80GiB"})) as client:
+        async with running_gate(write_config(tmp_path / "m.yaml", models, devices={0: "80GiB"})) as client:
             status, body, _ = await client.complete()
             assert status == 503
             assert "needs 90 GiB of device 0, which has 80 GiB" in body["error"]["message"]
@@ -111,7 +111,7 @@ async def test_who_stays_awake_gets_the_memory_back(tmp_path: Path, shm_name: Ca
 
 def test_engines_that_do_not_fit_together_start_one_by_one(tmp_path: Path) -> None:
     sizes = {"devices": [0], "weights_bytes": "50GiB"}
-    with gate(tmp_path, instances=[instance(name, tmp_path, **sizes) for name in ("a", "b")], devices={"0": "80GiB"}) as running:
+    with gate(tmp_path, instances=[instance(name, tmp_path, **sizes) for name in ("a", "b")], devices={0: "80GiB"}) as running:
         running.until(lambda: (running.state("a"), running.state("b")) == ("asleep", "awake"))
         assert running.ask("/v1/completions", {"model": "a", "prompt": "x"})[0] == 200
         assert (running.state("a"), running.state("b")) == ("awake", "asleep")

@@ -139,8 +139,9 @@ async def test_sleep_refused_by_the_engine_serves_on_and_backs_off(tmp_path: Pat
     async with FakeEngine(sleep_status=500) as engine, running_gate(sleepy(tmp_path, engine, idle_threshold_seconds=0.1)) as client:
         await eventually(lambda: client.machine().sleep_failures_total >= 1)
         assert (await client.complete())[0] == 200
-        await asyncio.sleep(0.5)
-        assert engine.count("/sleep") == 1  # the second try waits a second, the third two
+        await eventually(lambda: engine.count("/sleep") == 2)
+        first, second = [call.when for call in engine.calls if call.path == "/sleep"]
+        assert second - first >= 1.0
         assert "HTTP 500" in client.machine().last_error
 
 
