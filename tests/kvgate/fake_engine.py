@@ -231,12 +231,9 @@ class FakeEngine:
 
 async def _program(args: argparse.Namespace) -> None:
     if args.note:
+        noted = {"pid": os.getpid(), "port": args.port, "env": dict(os.environ), "argv": sys.argv, "when": time.monotonic()}
         with open(args.note, "a") as file:
-            print(
-                json.dumps({"pid": os.getpid(), "port": args.port, "env": dict(os.environ), "argv": sys.argv}),
-                file=file,
-                flush=True,
-            )
+            print(json.dumps(noted), file=file, flush=True)
     await asyncio.sleep(args.start_delay)
     engine = await FakeEngine(model=args.model, port=args.port).start()
     print("engine is up", flush=True)
