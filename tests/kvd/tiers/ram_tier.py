@@ -56,6 +56,10 @@ class Tap:
     def open(self) -> None:
         self._flows.set()
 
+    @property
+    def flowing(self) -> bool:
+        return self._flows.is_set()
+
     def drip(self) -> None:
         """Let who waits now through, and close again behind them."""
         before = self.waiting
@@ -87,7 +91,7 @@ class RamTier(Adapter):
         self.capabilities = Capabilities(evict=False, enumerate=True, durable=False, local_index=local_index)
         self.durability = durability
         self.values: dict[Identity, tuple[bytes, Retention, int]] = {}
-        self.stores, self.loads, self.deletes = Tap(), Tap(), Tap()
+        self.stores, self.loads, self.deletes, self.lookups = Tap(), Tap(), Tap(), Tap()
         self.refuse: Callable[[Item], str] = lambda item: ""
         self.damaged: set[Identity] = set()
         self.log: list[tuple[str, Identity, bytes]] = []
@@ -117,6 +121,8 @@ class RamTier(Adapter):
         return results
 
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        if not self.capabilities.local_index:
+            self.lookups.pass_through()
         now = time.time_ns()
         found: list[Hit | None] = []
         for identity in identities:
@@ -164,7 +170,7 @@ class RamTier(Adapter):
         return self.durability
 
     def open_all(self) -> None:
-        for tap in (self.stores, self.loads, self.deletes):
+        for tap in (self.stores, self.loads, self.deletes, self.lookups):
             tap.failing = ""
             tap.open()
 
