@@ -14,10 +14,10 @@ from kvtop.model import Model
 from kvtop.snapshot import Problem, Snapshot
 from kvtop.text import ASCII, width_of
 from kvtop.views import VIEWS as VIEW_TABLE
-from kvtop.views.base import share_height
+from kvtop.views.base import pane_lines, share_height
 from tests.kvtop import scenes
 
-WILD_NAMES = ("名前-日本語-セグメント", "x" * 255, "a\x1b[31mb\nc", "é", "-", "ﷺ", "👩‍👩‍👧")
+WILD_NAMES = ("[bold]x[/nope]", "名前-日本語-セグメント", "x" * 255, "a\x1b[31mb\nc", "é", "-", "ﷺ", "👩‍👩‍👧")
 
 
 def _wild(tick: int) -> Snapshot:
@@ -70,9 +70,11 @@ def test_the_parts_of_a_view_stay_inside(scene: str, view: str, width: int, heig
     assert share.table >= min(body, 2), "the table is never squeezed out"
     for row in [None, *rows[:3]]:
         for size in (share.pane, body):
-            lines = chosen.detail(model, row, width, size)
+            lines = pane_lines(chosen, model, row, width, size)
             assert len(lines) <= max(0, size)
-            assert all(width_of(line) <= width for line in lines if width >= 8)
+            assert all(width_of(line) == width for line in lines)
+            whole = pane_lines(chosen, model, row, width, size, whole=True)
+            assert len(whole) >= len(lines)
     state = State(view=view, paused=True, readonly=True, filter="x" * 50, banner="something is wrong", shown=3, total=5)
     for line in [*head(model, state, width, up), foot(KEYS, state, width, model)]:
         assert width_of(line) == width

@@ -56,6 +56,7 @@ def test_the_document_says_what_kvctl_list_says_and_more() -> None:
     assert [tier["name"] for tier in daemon["tiers"]] == ["nvme0", "s3"]
     assert isinstance(daemon["tiers"][0]["bytes_used"], int)
     assert body["stats"][0]["values"]["a_name_of_the_future"] == 7
+    assert body["stats"][0]["rates"]["hits_total"] == pytest.approx(200.0)
     assert set(body["stats"][0]["quantiles"]["get_seconds"]) == {"p50", "p90", "p99"}
     assert body["gpus"][0]["busy_percent"] is None, "unknown is null, not -1"
 

@@ -11,8 +11,8 @@ from kvtop.doctor import Check, Diagnosis
 from kvtop.model import Model
 from kvtop.palette import PALETTES
 from kvtop.screens.dashboard import Dashboard, Options
-from kvtop.snapshot import Snapshot
-from kvtop.text import ASCII
+from kvtop.snapshot import Snapshot, Stats
+from kvtop.text import ASCII, safe
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB, segment
 
@@ -71,21 +71,26 @@ def test_numbers_follow_the_host() -> None:
 
 def test_a_source_that_fails_is_a_banner_and_then_recovers() -> None:
     class Flaky:
-        def __init__(self) -> None:
-            self.tick = 0
+        broken = False
+        tick = 0
 
         def read(self) -> Snapshot:
             self.tick += 1
-            if 2 <= self.tick <= 4:
+            if self.broken:
                 raise ValueError("shared memory is on fire")
             return scenes.host(self.tick)
 
+    source = Flaky()
+
     async def run() -> None:
         model = Model(interval_s=0.05)
-        app = Dashboard(model, Flaky(), Options())
+        app = Dashboard(model, source, Options())
         async with app.run_test(size=(100, 24)) as pilot:
+            await _until(pilot, lambda: "llama-70b" in "\n".join(scenes.grid_text(app)))
+            source.broken = True
             await _until(pilot, lambda: "ValueError: shared memory is on fire" in scenes.grid_text(app)[0])
             assert "llama-70b" in "\n".join(scenes.grid_text(app)), "the last good numbers stay"
+            source.broken = False
             await _until(pilot, lambda: "on fire" not in scenes.grid_text(app)[0])
             assert model.health == "OK"
 
@@ -267,6 +272,36 @@ def test_ascii_reaches_every_corner_of_the_screen() -> None:
                 assert not odd, keys
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/nope]", "[/]", "a\x1b[31mred\n", "日本語", "[@click=quit]x[/]"])
+def test_names_that_look_like_markup_or_escapes_are_only_names(name: str) -> None:
+    async def run() -> None:
+        model = scenes.model(2, lambda tick: scenes.change(scenes.host(tick), segments=(segment(name),)))
+        app = scenes.dashboard(model, view="segments")
+        async with app.run_test(size=(100, 30)) as pilot:
+            for key in ("l", "escape", "d", "escape", "enter", "escape"):
+                await pilot.press(key)
+                text = "\n".join(scenes.grid_text(app))
+                assert "\x1b" not in text
+            app.main._changed(name, "warn", "text " + name)
+            await pilot.pause()
+            assert safe(name) in "\n".join(scenes.grid_text(app))
+
+    asyncio.run(run())
+
+
+def test_direct_and_its_fallbacks_are_told_with_reasons() -> None:
+    schema = (
+        scenes.series("direct_load_bytes_total", "counter", "bytes"),
+        scenes.series("direct_fallback_total", "counter", reason="no_p2pdma"),
+        scenes.series("direct_fallback_total", "counter", reason="nfs"),
+    )
+    made = Stats(kind="connector", instance="77-0", schema=schema, values=(5 * GIB, 4.0, 9.0))
+    model = scenes.model(1, lambda tick: scenes.change(scenes.host(tick), stats=(scenes.kvd(tick), made)))
+    text = "\n".join(scenes.drive(scenes.dashboard(model, view="tiers"), size=(120, 30)))
+    assert "load bytes 5 GiB" in text
+    assert "13 (nfs 9, no_p2pdma 4)" in text
 
 
 @pytest.mark.parametrize("theme", sorted(PALETTES))

@@ -71,6 +71,7 @@ DEFAULTS: tuple[Rule, ...] = (
     Rule("shm.free_percent", "<", 5.0),
     Rule("quarantine.share", ">", 25.0),
     Rule("rejections_total", ">", 0.0, WARN, rate=True),
+    Rule("direct_fallback_total", ">", 0.0, WARN, rate=True),
 )
 
 

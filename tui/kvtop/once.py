@@ -105,7 +105,7 @@ def document(model: Model) -> dict[str, object]:
         "processes": [_known(msgspec.to_builtins(process)) for process in snapshot.processes],
         "engines": [_known(msgspec.to_builtins(engine)) for engine in snapshot.engines],
         "shm": {"total_bytes": snapshot.shm_total_bytes, "free_bytes": snapshot.shm_free_bytes},
-        "stats": [_stats(stats) for stats in snapshot.stats],
+        "stats": [_stats(model, stats) for stats in snapshot.stats],
         "problems": [{"source": p.source, "message": p.message} for p in snapshot.problems],
         "read_s": round(snapshot.took_s, 6),
     }
@@ -153,7 +153,7 @@ def _tier(tier: Tier) -> dict[str, object]:
     return {"name": tier.name, "type": tier.type, **{name.removeprefix("tier_"): _number(v) for name, v in tier.values.items()}}
 
 
-def _stats(stats: Stats) -> dict[str, object]:
+def _stats(model: Model, stats: Stats) -> dict[str, object]:
     values = {s.key: _number(v) for s, v in zip(stats.schema, stats.values, strict=False) if s.kind != "bucket"}
     latency: dict[str, object] = {}
     for name, sets in histograms(stats).items():
@@ -170,6 +170,11 @@ def _stats(stats: Stats) -> dict[str, object]:
         "state": stats.state,
         "heartbeat_s": stats.heartbeat_s,
         "values": values,
+        "rates": {
+            series.key: round(rate, 6)
+            for series in stats.schema
+            if series.kind == "counter" and (rate := model.history.rate(f"{stats.name}/{series.key}")) is not None
+        },
         "quantiles": latency,
     }
 

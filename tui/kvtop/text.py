@@ -31,6 +31,9 @@ class Span(NamedTuple):
 
 Line = tuple[Span, ...]
 
+FRAME_FROM = 8
+"""Columns below which a frame takes more than it gives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
@@ -226,10 +229,10 @@ def graph(values: Sequence[float], width: int, height: int, glyphs: Glyphs, *, t
 def box(title: str, lines: Sequence[Line], width: int, glyphs: Glyphs, *, note: str = "", height: int = 0) -> list[Line]:
     """`lines` in a frame of exactly `width` columns with a title (and a note at the right); `height` rows when given.
 
-    Too narrow for a frame (under 8 columns): the plain lines.
+    Too narrow for a frame (under `FRAME_FROM` columns): the plain lines.
     """
     rows = list(lines)
-    if width < 8:
+    if width < FRAME_FROM:
         plain = [fit(line, width) for line in [span(title, "title"), *rows]]
         return _rows(plain, height, width) if height else plain
     if height:

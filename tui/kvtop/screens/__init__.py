@@ -1,5 +1,9 @@
-"""The Textual side: `dashboard` (the app), `main` (the one screen), `dialogs` (what opens over it), `changes` (the
-two questions that change something), `pictures`, `theme`.
+"""The Textual side of kvtop.
 
-Nothing outside this package and `kvtop.widgets` imports Textual, and `kvtop.app` imports it only when a screen is asked for.
+    dashboard  the app: themes, the reading thread
+    main       the one screen, on jobs (what runs on a thread)
+    dialogs    what opens over it; changes: the two questions that change something
+    pictures   the screen as SVG;  theme: palettes as Textual themes
+
+Nothing outside this package and `kvtop.widgets` imports Textual, and `kvtop.run` imports it only when a screen is asked for.
 """

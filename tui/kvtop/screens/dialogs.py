@@ -12,6 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input
 
@@ -40,7 +41,8 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         self.field = Input(compact=True)
         self.field.cursor_blink = False
         self.frame = Vertical(classes="dialog")
-        self.frame.border_title = title
+        # As content, not as text: a segment's name may look like markup.
+        self.frame.border_title = Content(title.strip())
 
     def lines(self, width: int) -> list[Line]:
         """What the box says, in at most `width` columns."""

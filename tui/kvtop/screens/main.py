@@ -7,39 +7,31 @@ widths fixed, so a tick repaints what changed and nothing else. Actions that cha
 `kvtop.screens.dialogs`, behind a question, and are not even bound under --readonly.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.screen import Screen
 from textual.widgets import Input
 
-from kvtools.errors import KvError
 from kvtop.chrome import State, foot, frame_rows, head
 from kvtop.columns import Order, Row, arrange
-from kvtop.doctor import Diagnosis
 from kvtop.keys import KEYS, VIEWS, Key, usable
 from kvtop.model import Model
-from kvtop.once import write_screen
 from kvtop.palette import PALETTES
 from kvtop.query import Filter, parse_filter
 from kvtop.reader import Reader
-from kvtop.screens import changes
 from kvtop.screens.dialogs import Choice, Help, Menu, Palette
-from kvtop.screens.pictures import picture_of
-from kvtop.snapshot import Segment, Snapshot
+from kvtop.screens.jobs import Jobs
+from kvtop.snapshot import Snapshot
 from kvtop.text import ASCII, fit, span
 from kvtop.views import VIEWS as VIEW_TABLE
-from kvtop.views.base import View, share_height
+from kvtop.views.base import View, pane_lines, share_height
 from kvtop.widgets.canvas import Canvas, Styles
 from kvtop.widgets.grid import Grid
 
 if TYPE_CHECKING:
-    from kvtop.screens.dashboard import Dashboard, Options
+    from kvtop.screens.dashboard import Options
 
 LATE_S = 2.0
 """A reading that takes longer than this is mentioned."""
@@ -50,14 +42,12 @@ _NAMED = frozenset({"detail", "filter", "sort", "invert", "follow", "tag"})
 """Table actions worth a name in the palette; moving the cursor is not."""
 
 
-class MainScreen(Screen[None], inherit_bindings=False):
+class MainScreen(Jobs, inherit_bindings=False):
     """Everything that is always there."""
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
         Binding(",".join(key.keys), key.action, key.hint or key.id, id=key.id, show=False) for key in KEYS
     ]
-
-    app: "Dashboard"
 
     def __init__(self, model: Model, looks: Styles, options: "Options", reader: Reader) -> None:
         super().__init__(id="main")
@@ -190,7 +180,7 @@ class MainScreen(Screen[None], inherit_bindings=False):
             self.pane.show([])
             return
         # A zoomed detail may be longer than the screen: it is drawn in full and scrolls.
-        lines = self.view.detail(self.model, self.grid.row, width, height)
+        lines = pane_lines(self.view, self.model, self.grid.row, width, height, whole=self.zoomed)
         self.pane.show([fit(line, width) for line in lines])
 
     def _nothing_to_see(self) -> str:
@@ -241,27 +231,6 @@ class MainScreen(Screen[None], inherit_bindings=False):
         themes = [Choice(f"wear('{name}')", f"theme {name}", "colours") for name in PALETTES]
         sorts = [Choice(f"sort('{c.id}')", f"sort {c.id}", "sort the table by it") for c in self.view.columns]
         return [*views, *keys, *tables, *themes, *sorts]
-
-    @work(thread=True, exclusive=True, group="write", exit_on_error=False)
-    def _write_files(self, svg: str, text: str) -> None:
-        try:
-            paths = write_screen(self.options.write_dir, self.model, svg, text, self.model.now_s)
-        except OSError as error:
-            self.app.call_from_thread(self.say, f"cannot write to {self.options.write_dir}: {error.strerror}", bad=True)
-            return
-        self.app.call_from_thread(self.say, "written: " + ", ".join(path.name for path in paths))
-
-    def say(self, text: str, *, bad: bool = False) -> None:
-        """A line that goes away by itself."""
-        self.notify(text, severity="warning" if bad else "information", timeout=5, markup=False)
-
-    def action_write(self) -> None:
-        text = "\n".join(strip.text.rstrip() for strip in self._compositor.render_strips()) + "\n"
-        self._write_files(self.picture(), text)
-
-    def picture(self) -> str:
-        """This screen as SVG."""
-        return picture_of(self._compositor.render_strips(), self.app.looks.palette, "kvtop")
 
     async def _run(self, action: str | None) -> None:
         if action:
@@ -391,109 +360,6 @@ class MainScreen(Screen[None], inherit_bindings=False):
 
     def action_invert(self) -> None:
         self._orders[self.view.id] = Order(self.order.column, not self.order.rising)
-        self.draw()
-
-    # --- doctor ------------------------------------------------------------------------------------------------------
-
-    def _look_if_doctor(self) -> None:
-        """The doctor looks when its view is first opened, not before: it costs a second of CPU."""
-        if self.view.id == "doctor" and self.model.doctor is None and self.player is None:
-            self._examine()
-
-    def action_doctor_run(self) -> None:
-        self.model.doctor = None
-        self.draw()
-        self._examine()
-
-    @work(thread=True, exclusive=True, group="doctor", exit_on_error=False)
-    def _examine(self) -> None:
-        found = self.options.examine()
-        self.app.call_from_thread(self._examined, found)
-
-    def _examined(self, found: Diagnosis) -> None:
-        self.model.doctor = found
-        self.draw()
-
-    # --- replay ------------------------------------------------------------------------------------------------------
-
-    def action_scrub(self, step: int) -> None:
-        if self.player is not None:
-            self._jump(self.player.step(step))
-
-    def action_scrub_s(self, seconds: float) -> None:
-        if self.player is not None:
-            self._jump(self.player.after_s(seconds))
-
-    def action_scrub_edge(self, side: int) -> None:
-        if self.player is not None:
-            self._jump(0 if side < 0 else self.player.length - 1)
-
-    def _jump(self, place: int) -> None:
-        """Stop, and show the recording as it was at `place`."""
-        self.reader.paused = True
-        self._rewind(place)
-
-    @work(thread=True, exclusive=True, group="replay", exit_on_error=False)
-    def _rewind(self, place: int) -> None:
-        if self.player is None:
-            return
-        try:
-            past = self.model.empty()
-            for snapshot in self.player.seek(place):
-                past.take(snapshot)
-        except KvError as error:
-            self.app.call_from_thread(self.take, None, error.message)
-            return
-        self.app.call_from_thread(self._rewound, past)
-
-    def _rewound(self, past: Model) -> None:
-        self.model.become(past)
-        self.problem = ""
-        self.draw()
-
-    # --- changes -----------------------------------------------------------------------------------------------------
-
-    @property
-    def segment(self) -> Segment | None:
-        """The segment under the cursor, in views that show segments."""
-        item = self.grid.row.item if self.grid.row else None
-        return item if isinstance(item, Segment) else None
-
-    def action_limit(self) -> None:
-        segment = self.segment
-        if segment is None or self.options.readonly:
-            return
-
-        def answered(limit_bytes: int | None) -> None:
-            if limit_bytes is not None:
-                self._change(segment.name, partial(changes.write_limit, segment, limit_bytes, self.options.root))
-
-        self.app.push_screen(changes.LimitDialog(self.app.looks, segment, self.model.glyphs), answered)
-
-    def action_delete(self) -> None:
-        segment = self.segment
-        if segment is None or self.options.readonly:
-            return
-
-        def answered(sure: bool | None) -> None:
-            if sure:
-                self._change(segment.name, partial(changes.delete, segment, self.options.root))
-
-        self.app.push_screen(changes.DeleteDialog(self.app.looks, segment), answered)
-
-    @work(thread=True, exit_on_error=False)
-    def _change(self, name: str, change: Callable[[], str]) -> None:
-        """Run a change on a thread (a lock may have to be waited for); say how it went."""
-        try:
-            level, text = "info", change()
-        except KvError as error:
-            level, text = "warn", error.message + (f" ({error.hint})" if error.hint else "")
-        self.app.call_from_thread(self._changed, name, level, text)
-
-    def _changed(self, name: str, level: str, text: str) -> None:
-        self.model.note(level, name, text)
-        self.notify(text, title=name, severity="warning" if level == "warn" else "information", timeout=5, markup=False)
-        self.reader.kick()
         self.draw()
 
     # --- filter ------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ A view never touches a terminal. `above` and `below` are told how many rows they
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from kvtools.units import format_size
 from kvtop.columns import Column, Order, Row
 from kvtop.model import Model
-from kvtop.text import Line, Span, span
+from kvtop.text import FRAME_FROM, Line, Span, box, fit, span
 
 
 def nothing(model: Model, width: int, height: int) -> list[Line]:
@@ -19,9 +19,16 @@ def nothing(model: Model, width: int, height: int) -> list[Line]:
     return []
 
 
-def no_detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
-    """An empty detail."""
-    return []
+class Detail(NamedTuple):
+    """Everything about one row: what the frame says, and the lines in it (perhaps more than the room they were made for)."""
+
+    title: str
+    note: str
+    lines: list[Line]
+
+
+DetailOf = Callable[[Model, Row, int, int], Detail]
+"""(model, row, columns, rows) -> the detail of a row. Graphs fit the rows given; text may be longer, and scrolls when alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,24 @@ class View:
     empty: str
     """What to say when there are no rows at all."""
     above: Callable[[Model, int, int], list[Line]] = nothing
-    detail: Callable[[Model, Row | None, int, int], list[Line]] = no_detail
+    detail: DetailOf | None = None
     pane: int = 0
     """Rows of `detail` to show under the table where the screen has room; 0: only on Enter."""
     spare: bool = False
     """The pane takes only what the table leaves when all its rows are shown."""
+
+
+def pane_lines(view: View, model: Model, row: Row | None, width: int, height: int, *, whole: bool = False) -> list[Line]:
+    """The framed detail of a row: exactly `height` rows, or with `whole` as many as it needs and no fewer."""
+    if row is None or view.detail is None or width <= 0 or height <= 0:
+        return []
+    framed = width >= FRAME_FROM and height >= 3
+    inner, room = (width - 4, height - 2) if framed else (width, height)
+    detail = view.detail(model, row, inner, room)
+    lines = detail.lines if whole else detail.lines[:room]
+    if not framed:
+        return [fit(line, width) for line in lines]
+    return box(detail.title, lines, width, model.glyphs, note=detail.note, height=max(height, len(lines) + 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,3 @@ def level_mark(level: str, model: Model) -> Span:
         "warn": Span(f"{glyphs.warn} WARN", "warn"),
         "ok": Span(f"{glyphs.good} OK", "good"),
     }.get(level, Span(f"{glyphs.dot} {level}", "dim"))
-
-
-Item = Any

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.doctor import Check, Diagnosis
 from kvtop.model import Model
-from kvtop.text import Line, Span, box, fit, pairs, safe, span
-from kvtop.views.base import View
+from kvtop.text import Line, Span, fit, pairs, safe, span
+from kvtop.views.base import Detail, View
 
 _ORDER = {"fail": 0, "warn": 1, "unknown": 2, "pass": 3, "info": 4, "skip": 5}
 _STYLES = {"fail": "bad", "warn": "warn", "unknown": "warn", "pass": "good", "info": "", "skip": "dim"}
@@ -78,12 +78,9 @@ def _verdict(word: str, model: Model) -> Line:
     return span(f"{glyphs.bad} {word}", "bad")
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One check in full."""
-    if row is None or height <= 0:
-        return []
     check: Check = row.item
-    inner = max(1, width - 4)
     lines: list[Line] = [(_mark(check.status, model), Span(f"  {safe(check.id)}", "dim"), Span(f"  of {safe(check.scope)}", "dim"))]
     for label, text in (
         ("observed", check.observed),
@@ -91,11 +88,9 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
         ("why", check.why),
         ("fix", check.fix),
     ):
-        for number, part in enumerate(textwrap.wrap(safe(text), max(8, inner - 10))):
+        for number, part in enumerate(textwrap.wrap(safe(text), max(8, width - 10))):
             lines.append((Span(f"{label if number == 0 else '':10}", "dim"), Span(part)))
-    return box(safe(check.title or check.id), lines[: max(0, height - 2)], width, model.glyphs, note=check.group, height=height)[
-        :height
-    ]
+    return Detail(safe(check.title or check.id), check.group, lines)
 
 
 VIEW = View(

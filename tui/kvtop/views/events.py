@@ -7,8 +7,8 @@ from kvtools.units import format_duration
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.events import Event
 from kvtop.model import Model
-from kvtop.text import Line, box, safe, span
-from kvtop.views.base import View, level_mark
+from kvtop.text import Line, safe, span
+from kvtop.views.base import Detail, View, level_mark
 
 
 def _when(event: Event, width: int, model: Model) -> Line:
@@ -38,16 +38,13 @@ def rows(model: Model) -> Sequence[Row]:
     return rows_of(list(model.log), lambda e: f"{e.number:09d}", COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One event, its text in full."""
-    if row is None or height <= 0:
-        return []
     event: Event = row.item
-    inner = max(1, width - 4)
     text = safe(event.text)
     lines: list[Line] = [(*_level(event, 8, model), *span("  "), *_when(event, 19, model))]
-    lines += [span(text[i : i + inner]) for i in range(0, len(text), inner)]
-    return box(safe(event.subject), lines[: max(0, height - 2)], width, model.glyphs, height=height)[:height]
+    lines += [span(text[i : i + width]) for i in range(0, len(text), width)]
+    return Detail(safe(event.subject), "", lines)
 
 
 VIEW = View("events", "Events", COLUMNS, rows, Order("time"), "nothing has happened since kvtop started", detail=detail)

@@ -7,8 +7,8 @@ from kvtools.units import format_duration, format_rate, format_size
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Series
-from kvtop.text import Line, box, graph, pairs, safe, span, spark
-from kvtop.views.base import View, count
+from kvtop.text import Line, graph, pairs, safe, span, spark
+from kvtop.views.base import Detail, View, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,10 @@ def rows(model: Model) -> Sequence[Row]:
     return rows_of(items, lambda item: item.key, COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One value: what it means, and its course."""
-    if row is None or height <= 0:
-        return []
     item: Value = row.item
-    inner = width - 4 if width >= 8 else width
-    values = model.history.points(item.key, inner)
+    values = model.history.points(item.key, width)
     what = "per second" if item.series.kind == "counter" else "value"
     top = shown(item.series, max(values, default=0.0), rate=item.series.kind == "counter")
     lines = [
@@ -89,9 +86,8 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
         span(safe(item.series.help or "no description"), "dim"),
         span(f"{what}, up to {top}", "dim"),
     ]
-    lines = lines[: max(0, height - 2)]
-    lines += graph(values, inner, min(12, height - 2 - len(lines)), model.glyphs)
-    return box(safe(item.series.key), lines, width, model.glyphs, height=height)[:height]
+    lines += graph(values, width, min(12, height - len(lines)), model.glyphs)
+    return Detail(safe(item.series.key), "", lines)
 
 
 VIEW = View(

@@ -12,8 +12,8 @@ from kvtools.units import format_size
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Snapshot, Stats
-from kvtop.text import Line, Span, bar, box, cell, pairs, safe, span
-from kvtop.views.base import View, amount, count, per_second, ratio
+from kvtop.text import Line, Span, bar, cell, pairs, safe, span
+from kvtop.views.base import Detail, View, amount, count, per_second, ratio
 
 _LABELS = ("model", "namespace")
 
@@ -162,18 +162,15 @@ def rows(model: Model) -> Sequence[Row]:
     return rows_of(uses(model), lambda use: f"{use.kind}/{use.name}", COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One model: its segments, and every value published under its name."""
-    if row is None or height <= 0:
-        return []
     use: Use = row.item
-    inner = width - 4 if width >= 8 else width
     lines: list[Line] = []
     if use.segments:
         lines.append(pairs([("segments", span(safe(", ".join(use.segments))))]))
-        lines.append(_bar(use, inner, model))
+        lines.append(_bar(use, width, model))
     each = 44
-    columns = max(1, inner // each)
+    columns = max(1, width // each)
     names = sorted(use.values)
     for begin in range(0, len(names), columns):
         line: list[Span] = []
@@ -182,7 +179,7 @@ def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]
             shown = format_size(value) if "bytes" in name else f"{value:,.6g}"
             line += [Span(cell(name, 28), "dim"), Span(cell(shown, each - 28))]
         lines.append(tuple(line))
-    return box(safe(use.name), lines[: max(0, height - 2)], width, model.glyphs, note=use.kind, height=height)[:height]
+    return Detail(safe(use.name), use.kind, lines)
 
 
 VIEW = View("models", "Models", COLUMNS, rows, Order("held"), "no segment, gate or engine names a model", detail=detail, pane=10)

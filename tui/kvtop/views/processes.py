@@ -6,8 +6,8 @@ from kvtools.units import format_duration
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Process
-from kvtop.text import Line, box, graph, pairs, safe, span, spark
-from kvtop.views.base import View, amount, percent
+from kvtop.text import Line, graph, pairs, safe, span, spark
+from kvtop.views.base import Detail, View, amount, percent
 
 
 def _cpu(process: Process, width: int, model: Model) -> Line:
@@ -62,27 +62,23 @@ def rows(model: Model) -> Sequence[Row]:
     return rows_of(model.snapshot.processes if model.snapshot else (), lambda p: str(p.pid), COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One process: its command in full, what it holds, its CPU over time."""
-    if row is None or height <= 0:
-        return []
     process: Process = row.item
-    inner = width - 4 if width >= 8 else width
     lines = [
         pairs([("cpu", _cpu(process, 8, model)), ("memory", amount(process.rss_bytes)), ("threads", span(str(process.threads))),
                ("state", _state(process, 11, model)), ("user", span(safe(process.user))), ("up", _age(process, 8, model))]),
         pairs([("holds", span(safe(", ".join(process.holds)) or "nothing"))]),
     ]  # fmt: skip
     command = safe(process.command)
-    lines += [span(command[i : i + inner], "dim") for i in range(0, min(len(command), 3 * inner), max(1, inner))]
-    lines = lines[: max(0, height - 2)]
-    values = model.history.points(f"process/{process.pid}/cpu", inner)
-    room = height - 3 - len(lines)
+    lines += [span(command[i : i + width], "dim") for i in range(0, len(command), max(1, width))]
+    values = model.history.points(f"process/{process.pid}/cpu", width)
+    room = height - 1 - len(lines)
     if room >= 2:
         top = max(100.0, *values, 0.0)
         lines.append(span(f"CPU, full height is {top:.0f} % (100 % is one core)", "dim"))
-        lines += graph(values, inner, min(8, room), model.glyphs, top=top)
-    return box(f"pid {process.pid}", lines, width, model.glyphs, note=process.role, height=height)[:height]
+        lines += graph(values, width, min(8, room), model.glyphs, top=top)
+    return Detail(f"pid {process.pid}", process.role, lines)
 
 
 VIEW = View(

@@ -8,8 +8,8 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.query import Value
 from kvtop.snapshot import DEAD, LIVE, Segment
-from kvtop.text import Line, Span, bar, box, graph, pairs, safe, span, spark
-from kvtop.views.base import View, amount, load_style, nothing, percent
+from kvtop.text import Line, Span, bar, graph, pairs, safe, span, spark
+from kvtop.views.base import Detail, View, amount, load_style, nothing, percent
 
 _WORDS = {LIVE: "live", DEAD: "stale", "unknown": "unknown"}
 
@@ -96,22 +96,17 @@ def rows(model: Model) -> list[Row]:
     return rows_of(model.snapshot.segments if model.snapshot else (), lambda s: s.name, COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
-    """Everything about one segment in at most `height` rows: the numbers first, then the graph, then its limits."""
-    if row is None or height <= 0:
-        return []
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
+    """Everything about one segment: the numbers first, then the graph, then its limits."""
     segment: Segment = row.item
-    inner = width - 4 if width >= 8 else width
-    room = height - 2
-    lines = _numbers(segment, inner, model)[: max(room, 0)]
+    lines = _numbers(segment, width, model)
     limits = _limits(segment, model)
-    graph_rows = min(16, room - len(lines) - 1 - min(len(limits), 4))
+    graph_rows = min(16, height - len(lines) - 1 - min(len(limits), 4))
     if graph_rows >= 2:
-        lines.append(span(f"used, {_window(model, inner)}", "dim"))
-        values = model.history.points(f"segment/{segment.name}/used", inner)
-        lines += graph(values, inner, graph_rows, model.glyphs, top=max(segment.limit_bytes, *values, 1.0))
-    lines += limits[: max(0, room - len(lines))]
-    return box(safe(segment.name), lines, width, model.glyphs, note=segment.owner, height=height)[:height]
+        lines.append(span(f"used, {_window(model, width)}", "dim"))
+        values = model.history.points(f"segment/{segment.name}/used", width)
+        lines += graph(values, width, graph_rows, model.glyphs, top=max(segment.limit_bytes, *values, 1.0))
+    return Detail(safe(segment.name), segment.owner, lines + limits)
 
 
 def _numbers(segment: Segment, width: int, model: Model) -> list[Line]:

@@ -8,8 +8,8 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.daemon import Daemon, Tier, histograms, quantiles
 from kvtop.model import Model
 from kvtop.query import Value
-from kvtop.text import Line, Span, bar, box, cell, graph, pairs, safe, span, spark
-from kvtop.views.base import View, amount, count, load_style, per_second, percent, ratio
+from kvtop.text import Line, Span, bar, cell, fit, graph, pairs, safe, span, spark
+from kvtop.views.base import Detail, View, amount, count, load_style, per_second, percent, ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,27 +156,45 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
+def above(model: Model, width: int, height: int) -> list[Line]:
+    """GPU-direct, where anybody publishes numbers about it: what went direct, and what did not, with the reasons."""
+    if model.snapshot is None or height <= 0:
+        return []
+    words: list[tuple[str, Line]] = []
+    reasons: list[tuple[float, str]] = []
+    for stats in model.snapshot.stats:
+        for series, value in zip(stats.schema, stats.values, strict=False):
+            if series.kind == "bucket" or not series.name.startswith("direct_"):
+                continue
+            if series.name == "direct_fallback_total":
+                reasons.append((value, dict(series.labels).get("reason", "no reason given")))
+            elif value:
+                shown = format_size(value) if "bytes" in series.name else count(value)
+                words.append((series.name.removeprefix("direct_").removesuffix("_total").replace("_", " "), span(shown)))
+    if not words and not reasons:
+        return []
+    total = sum(value for value, _ in reasons)
+    told = ", ".join(f"{safe(reason)} {count(value)}" for value, reason in sorted(reasons, reverse=True) if value)
+    fallback = span(f"{model.glyphs.warn} {count(total)} ({told})", "warn") if total else span(f"{model.glyphs.good} none", "good")
+    return [fit((Span("GPU-direct  ", "title"), *pairs([*words, ("fallback", fallback)])), width), ()][:height]
+
+
 def rows(model: Model) -> Sequence[Row]:
     """A row a level."""
     return rows_of(levels(model), lambda level: level.key, COLUMNS)
 
 
-def detail(model: Model, row: Row | None, width: int, height: int) -> list[Line]:
+def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One level: latencies, throughput over time, and every value that carries the tier's name."""
-    if row is None or height <= 0:
-        return []
     level: Level = row.item
-    inner = width - 4 if width >= 8 else width
-    room = max(0, height - 2)
-    lines = [_sums(level, model), *latencies(level, model)][:room]
-    left = room - len(lines)
+    lines = [_sums(level, model), *latencies(level, model)]
+    left = height - len(lines)
     if left >= 4:
-        load, store = model.history.points(level.load_key, inner), model.history.points(level.store_key, inner)
+        load, store = model.history.points(level.load_key, width), model.history.points(level.store_key, width)
         values = [a + b for a, b in zip(load, store, strict=False)]
         lines.append(span(f"bytes a second, loads and stores, up to {format_rate(max(values, default=0.0))}", "dim"))
-        lines += graph(values, inner, min(8, max(3, left - 8)), model.glyphs)
-    lines += _values(level, inner)[: max(0, room - len(lines))]
-    return box(f"{safe(level.name)} of {level.daemon.name}", lines, width, model.glyphs, note=level.type, height=height)[:height]
+        lines += graph(values, width, min(8, max(3, left - 8)), model.glyphs)
+    return Detail(f"{safe(level.name)} of {level.daemon.name}", level.type, lines + _values(level, width))
 
 
 def _sums(level: Level, model: Model) -> Line:
@@ -227,5 +245,5 @@ def _values(level: Level, width: int) -> list[Line]:
 
 VIEW = View(
     "tiers", "Tiers", COLUMNS, rows, Order("name", rising=True), "no daemon on this host: start one with kvd serve",
-    detail=detail, pane=16,
+    above=above, detail=detail, pane=16,
 )  # fmt: skip
