@@ -12,7 +12,7 @@ import numpy as np
 
 from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
-from kvd.tiers.tiering import Fetch, Tiering
+from kvd.tiers.tiering import NOTHING, Fetch, Known, Tiering
 
 BLOCK = 16
 
@@ -29,8 +29,11 @@ class Part:
 class Gathering:
     """Pins and promotions for `keys` in each namespace, until `let_go`. `length`: how many leading keys had room."""
 
-    def __init__(self, store: Store, tiering: Tiering, namespaces: Sequence[bytes], keys: list[bytes]) -> None:
+    def __init__(
+        self, store: Store, tiering: Tiering, namespaces: Sequence[bytes], keys: list[bytes], known: Known = NOTHING
+    ) -> None:
         self.store = store
+        self.known = known
         self.tiering = tiering
         self.keys = keys
         self.length = len(keys)
@@ -51,7 +54,7 @@ class Gathering:
         part.pinned.append(here)
         if missing.size:
             absent = [keys[i] for i in missing.tolist()]
-            part.fetch = self.tiering.fetch(namespace, absent, part.fetch)
+            part.fetch = self.tiering.fetch(namespace, absent, part.fetch, self.known)
             if part.fetch is not None and part.fetch.no_room is not None:
                 self.length = min(self.length, start + keys.index(part.fetch.no_room))
 

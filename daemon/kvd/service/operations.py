@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from kvd.store.index import Slots
 from kvd.store.leases import Lent as LentExtent
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
-from kvd.tiers.adapters.base import Durability
-from kvd.tiers.tiering import Fetch, Tiering
+from kvd.tiers.adapters.base import Durability, Hit
+from kvd.tiers.tiering import ASK_S, NOTHING, Fetch, Known, Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
 
@@ -35,6 +35,9 @@ BRIEF_S = 0.5
 """A lease asked for no longer than this may be left to run out; who needs room waits for it."""
 ROOM_POLL_S = 0.005
 INLINE_TOTAL = 1 << 20
+ASK_KEYS = 256
+"""Keys of a prefix that are asked for at a time."""
+ASK_BEFORE_DELETE_S = 0.5
 RESULT = p.Answer | Awaitable[p.Answer] | None
 
 _MISSING = np.uint64(p.MISSING)
@@ -110,8 +113,15 @@ class Operations:
         flags = slots != ABSENT
         if self.tiering.tiers and not flags.all():
             missing = np.flatnonzero(~flags).tolist()
-            below = self.tiering.has([m.namespace + m.keys[i] for i in missing])
-            flags[missing] = below
+            identities = [m.namespace + m.keys[i] for i in missing]
+            flags[missing] = self.tiering.has(identities)
+            if m.timeout_ms > 0 and self.tiering.must_ask and not flags.all():
+                return self._exists_below(m, flags, missing, identities)
+        return p.Flags(m.id, flags.tobytes())
+
+    async def _exists_below(self, m: p.Exists, flags: Any, missing: list[int], identities: list[bytes]) -> p.Answer:
+        known = await self.tiering.ask(identities, _deadline(m.timeout_ms))
+        flags[missing] |= self.tiering.has(identities, known)
         return p.Flags(m.id, flags.tobytes())
 
     def lease(self, link: Connection, m: p.Lease) -> RESULT:
@@ -144,8 +154,9 @@ class Operations:
     async def _lease_from_tiers(self, link: Connection, m: p.Lease) -> p.Answer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + m.timeout_ms / 1000
+        known = await self._ask([m.namespace], m.keys, deadline)
         while True:
-            gathering = Gathering(self.store, self.tiering, [m.namespace], m.keys)
+            gathering = Gathering(self.store, self.tiering, [m.namespace], m.keys, known)
             try:
                 if gathering.length or loop.time() >= deadline:
                     await gathering.wait(deadline)
@@ -155,6 +166,16 @@ class Operations:
             finally:
                 gathering.let_go()
             await asyncio.sleep(ROOM_POLL_S)  # room comes when somebody releases something
+
+    async def _ask(self, namespaces: Sequence[bytes], keys: list[bytes], deadline: float) -> Known:
+        """What tiers that must be asked have of what is not in RAM; nothing, at once, where there are none."""
+        if not self.tiering.must_ask:
+            return NOTHING
+        absent = []
+        for namespace in namespaces:
+            slots = self.store.find(namespace, keys)
+            absent += [namespace + keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()]
+        return await self.tiering.ask(absent, deadline) if absent else NOTHING
 
     def _answer_lease(self, link: Connection, m: p.Lease | p.Claim, namespace: bytes, slots: Slots) -> p.Leased:
         store, index = self.store, self.store.index
@@ -199,24 +220,45 @@ class Operations:
         return p.Done(m.id)
 
     def prefix(self, link: Connection, m: p.Prefix) -> RESULT:
+        length = self._leading(m, NOTHING)
+        if length < len(m.keys) and m.timeout_ms > 0 and self.tiering.must_ask:
+            return self._prefix_below(m)
+        return self._prefix_found(m, length, NOTHING)
+
+    def _leading(self, m: p.Prefix, known: Known) -> int:
+        """How many leading keys RAM and tiers have, as far as is known."""
         length = len(m.keys)
         for namespace in m.namespaces:
             slots = self.store.find(namespace, m.keys[:length])
             flags = slots != ABSENT
             if self.tiering.tiers and not flags.all():
                 missing = np.flatnonzero(~flags).tolist()
-                flags[missing] = self.tiering.has([namespace + m.keys[i] for i in missing])
+                flags[missing] = self.tiering.has([namespace + m.keys[i] for i in missing], known)
             if not flags.all():
                 length = int(np.argmin(flags))
+        return length
+
+    async def _prefix_below(self, m: p.Prefix) -> p.Answer:
+        """The same with tiers that must be asked: block by block, since what lies behind the first gap is of no use."""
+        deadline = _deadline(m.timeout_ms)
+        known: dict[bytes, tuple[int, Hit]] = {}
+        asked, length = 0, self._leading(m, known)
+        while asked <= length < len(m.keys) and asyncio.get_running_loop().time() < deadline:
+            asked = length + ASK_KEYS
+            known.update(await self._ask(m.namespaces, m.keys[length:asked], deadline))
+            length = self._leading(m, known)
+        return self._prefix_found(m, length, known)
+
+    def _prefix_found(self, m: p.Prefix, length: int, known: Known) -> p.Answer:
         token = b""
         if m.pin_ms > 0 and length:
-            length, token = self._pin_prefix(m, length)
+            length, token = self._pin_prefix(m, length, known)
         return p.PrefixFound(m.id, length, token)
 
-    def _pin_prefix(self, m: p.Prefix, length: int) -> tuple[int, bytes]:
+    def _pin_prefix(self, m: p.Prefix, length: int, known: Known) -> tuple[int, bytes]:
         """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
         seconds = min(m.pin_ms / 1000, LEASE_S)
-        gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length])
+        gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length], known)
         if not gathering.length:
             gathering.let_go()
             return 0, b""
@@ -254,17 +296,28 @@ class Operations:
         finally:
             gathering.let_go()
 
-    async def _prefetched(self, m: p.Prefetch, fetch: Fetch) -> p.Answer:
+    async def _prefetch_below(self, m: p.Prefetch) -> p.Answer:
+        deadline = _deadline(m.timeout_ms)
+        fetch = self._fetch_absent(m, await self._ask([m.namespace], m.keys, deadline))
+        return p.Count(m.id, 0) if fetch is None else await self._prefetched(m, fetch, deadline)
+
+    def _fetch_absent(self, m: p.Prefetch, known: Known) -> Fetch | None:
+        slots = self.store.find(m.namespace, m.keys)
+        absent = [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()]
+        return self.tiering.fetch(m.namespace, absent, known=known)
+
+    async def _prefetched(self, m: p.Prefetch, fetch: Fetch, deadline: float) -> p.Answer:
         try:
-            await self.tiering.wait(fetch, asyncio.get_running_loop().time() + m.timeout_ms / 1000)
+            await self.tiering.wait(fetch, deadline)
             return p.Count(m.id, len(fetch.slots))
         finally:
             self.tiering.let_go(fetch)
 
     def prefetch(self, link: Connection, m: p.Prefetch) -> RESULT:
-        slots = self.store.find(m.namespace, m.keys)
-        fetch = self.tiering.fetch(m.namespace, [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()])
-        return p.Count(m.id, 0) if fetch is None else self._prefetched(m, fetch)
+        if self.tiering.must_ask:
+            return self._prefetch_below(m)
+        fetch = self._fetch_absent(m, NOTHING)
+        return p.Count(m.id, 0) if fetch is None else self._prefetched(m, fetch, _deadline(m.timeout_ms))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -362,9 +415,12 @@ class Operations:
 
     async def _delete_everywhere(self, m: p.Delete) -> p.Answer:
         keys = list(dict.fromkeys(m.keys))
-        held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has([m.namespace + k for k in keys]))
+        identities = [m.namespace + key for key in keys]
+        # Only for the count: what is not in RAM is asked for, briefly, before it is gone.
+        known = await self._ask([m.namespace], keys, asyncio.get_running_loop().time() + ASK_BEFORE_DELETE_S)
+        held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has(identities, known), dtype=bool)
         self.store.delete(m.namespace, keys)
-        await self.tiering.delete([m.namespace + key for key in keys])
+        await self.tiering.delete(identities)
         return p.Count(m.id, int(held.sum()))
 
     def clear(self, link: Connection, m: p.Clear) -> RESULT:
@@ -379,9 +435,8 @@ class Operations:
         if namespace is not None and space is None:
             return p.Count(number, await self.tiering.clear(namespace))
         in_arena = [self.store.identity_of(slot) for slot in index.live_slots(space)]
-        only_here = len(in_arena) - sum(self.tiering.has(in_arena))
         self.store.clear(namespace)
-        return p.Count(number, only_here + await self.tiering.clear(namespace))
+        return p.Count(number, await self.tiering.clear(namespace, arena=in_arena))
 
     async def _flush(self, m: p.Flush) -> p.Answer:
         try:
@@ -423,10 +478,16 @@ class Operations:
         for i, slot in enumerate(self.store.find(m.namespace, m.keys).tolist()):
             if slot:
                 places[i].append("arena")
-        for tier in self.tiering.tiers:
-            for i, hit in enumerate(tier.has([m.namespace + key for key in m.keys])):
+        return self._where_below(m, places)
+
+    async def _where_below(self, m: p.Where, places: list[list[str]]) -> p.Answer:
+        identities = [m.namespace + key for key in m.keys]
+        deadline = asyncio.get_running_loop().time() + ASK_S
+        tiers = list(self.tiering.tiers)
+        for tier, found in zip(tiers, await asyncio.gather(*(tier.ask(identities, deadline) for tier in tiers)), strict=True):
+            for place, hit in zip(places, found, strict=True):
                 if hit is not None:
-                    places[i].append(tier.name)
+                    place.append(tier.name)
         return p.Info(m.id, {"places": places})
 
     async def _drained(self, m: p.Drain) -> p.Answer:
@@ -442,6 +503,11 @@ class Operations:
 
     def ping(self, link: Connection, m: p.Ping) -> RESULT:
         return p.Done(m.id)
+
+
+def _deadline(timeout_ms: int) -> float:
+    """Event-loop time at which a client stops waiting."""
+    return asyncio.get_running_loop().time() + timeout_ms / 1000
 
 
 def _lent(number: int, lent: list[LentExtent]) -> p.Lent:

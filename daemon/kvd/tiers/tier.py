@@ -35,6 +35,11 @@ BATCH_ITEMS = 256
 BATCH_BYTES = 16 << 20
 WRITERS = 4
 LOAD_THREADS = 8
+ASK_THREADS = 4
+ASKS = 32
+"""Look-ups under way or waiting for a thread, at most: what comes then is answered with "not here"."""
+PATIENCE_S = 1.0
+"""A look-up that was given this long and was not answered counts against the breaker."""
 FAILURES = 3
 CLOSE_S = 2.0
 """An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
@@ -126,6 +131,10 @@ class Tier:
         self._loop = asyncio.get_running_loop()
         self._changes = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"kvd-{self.name}-w")
         self._loads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix=f"kvd-{self.name}-r")
+        self._asks = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix=f"kvd-{self.name}-q")
+        self._asking = 0
+        self._deaf = False
+        """The last failure was a look-up's: then one that works closes the breaker, else only stores and loads do."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -163,6 +172,7 @@ class Tier:
             log.warning("tier %s: a call into it does not return: it is left as it is", self.name)
         self._changes.shutdown(wait=False, cancel_futures=True)
         self._loads.shutdown(wait=False, cancel_futures=True)
+        self._asks.shutdown(wait=False, cancel_futures=True)
 
     async def _quiet(self, seconds: float) -> bool:
         """Wait until no thread is inside the adapter; False when that takes too long."""
@@ -369,7 +379,7 @@ class Tier:
         head.receipt.note(Durability.NONE)
 
     def _failed(self, reason: str) -> None:
-        before = self.breaker.tripped
+        before, self._deaf = self.breaker.tripped, False
         self.breaker.failed(reason)
         if self.breaker.tripped and not before:
             log.warning("tier %s does not work (%s): left alone, probed every %.0f s at most", self.name, reason, PAUSE_MAX_S)
@@ -385,6 +395,45 @@ class Tier:
         if self.doomed:
             return [None if identity in self.doomed else hit for identity, hit in zip(identities, found, strict=True)]
         return found
+
+    async def ask(self, identities: Sequence[Identity], deadline_s: float) -> list[Hit | None]:
+        """What the tier holds, also where only the adapter's own I/O can tell: that is done on threads of its own.
+
+        Nothing while its breaker is open, or when there is no answer by the deadline (event-loop time). Never raises.
+        """
+        if self.adapter.capabilities.local_index:
+            return self.has(identities)
+        nothing: list[Hit | None] = [None] * len(identities)
+        if not identities or self.breaker.open or self._asking >= ASKS:
+            return nothing
+        self._asking += 1
+        begun = self._loop.time()
+        asked = self._loop.run_in_executor(self._asks, self.adapter.lookup, identities)
+        asked.add_done_callback(self._asked)
+        await asyncio.wait([asked], timeout=max(0.0, deadline_s - begun))
+        if not asked.done():
+            if self._loop.time() - begun >= PATIENCE_S:
+                self._failed("no answer to a look-up in time")
+                self._deaf = True
+            return nothing
+        if asked.cancelled() or asked.exception() is not None or len(asked.result()) != len(identities):
+            return nothing
+        return [None if identity in self.doomed else hit for identity, hit in zip(identities, asked.result(), strict=True)]
+
+    def _asked(self, asked: "asyncio.Future[list[Hit | None]]") -> None:
+        self._asking -= 1
+        if asked.cancelled():
+            return
+        error = asked.exception()
+        if isinstance(error, AdapterError):
+            self._failed(error.message)
+        elif error is not None:  # a thread edge: whatever an adapter raises counts against its breaker
+            log.error("tier %s: look-up failed unexpectedly", self.name, exc_info=error)
+            self._failed(repr(error))
+        elif self._deaf:
+            self.breaker.succeeded()
+            self._changed()
+        self._deaf = error is not None
 
     async def load(self, wants: list[Want]) -> list[Loaded]:
         """Fill the buffers; they are not touched any more when this returns. Never raises."""

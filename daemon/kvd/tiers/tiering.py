@@ -13,7 +13,7 @@ Nothing here waits for a tier on behalf of a key that is in RAM (I5).
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,9 +27,16 @@ from kvd.tiers.tier import Receipt, Tier
 log = logging.getLogger("kvd.tiers")
 
 ERASE_ITEMS = 4096
+ASK_S = 2.0
+"""How long a tier without an index in memory may take to answer a look-up, whatever the client's deadline."""
 LOAD_ITEMS = 32
 LOAD_BYTES = 16 << 20
 """One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
+
+
+Known = Mapping[Identity, tuple[int, Hit]]
+"""What tiers answered that had to be asked: the number of the tier, and what it holds."""
+NOTHING: Known = {}
 
 
 @dataclass(slots=True)
@@ -170,12 +177,14 @@ class Tiering:
             await asyncio.wait(receipts, timeout=timeout_s)
         return len(held)
 
-    async def clear(self, namespace: bytes | None, timeout_s: float = 60.0) -> int:
+    async def clear(self, namespace: bytes | None, timeout_s: float = 60.0, *, arena: Iterable[Identity] = ()) -> int:
         """Forget everything (of one namespace) in every tier that can list what it holds.
+
+        Returns how many values that were, counting those of `arena`, which the caller removes, once.
 
         Look-ups miss it from the first moment: what a reader brought up meanwhile would stay in the arena, cleared or not.
         """
-        total = 0
+        gone = set(arena)
         receipts = []
         self._clearing.append(namespace)
         try:
@@ -186,25 +195,46 @@ class Tiering:
                 if not tier.adapter.capabilities.enumerate:
                     continue
                 held = await tier.call(_held, tier.adapter, namespace)
-                total += len(held)
+                gone.update(held)
                 receipts += [tier.erase(held[start : start + ERASE_ITEMS]).done for start in range(0, len(held), ERASE_ITEMS)]
         finally:
             self._clearing.remove(namespace)
         if receipts:
             await asyncio.wait(receipts, timeout=timeout_s)
-        return total
+        return len(gone)
 
     def _being_cleared(self, identity: Identity) -> bool:
         return None in self._clearing or identity[:NAMESPACE_BYTES] in self._clearing
 
     # ---- up ----------------------------------------------------------------------------------------------------------
 
-    def has(self, identities: Sequence[Identity]) -> list[bool]:
-        """Whether some tier with a local index holds each."""
+    @property
+    def must_ask(self) -> bool:
+        """Whether there are tiers that can only be asked with I/O, and may be asked now."""
+        return any(not tier.adapter.capabilities.local_index and not tier.breaker.open for tier in self.tiers)
+
+    async def ask(self, identities: Sequence[Identity], deadline_s: float) -> Known:
+        """Ask the tiers without an index in memory, all at once, for what no other tier has; until the deadline at most."""
         where = self._locate(identities)
+        left = list(dict.fromkeys(identity for i, identity in enumerate(identities) if i not in where))
+        asked = [(number, tier) for number, tier in enumerate(self.tiers) if not tier.adapter.capabilities.local_index]
+        if not left or not asked:
+            return NOTHING
+        deadline_s = min(deadline_s, asyncio.get_running_loop().time() + ASK_S)
+        known: dict[Identity, tuple[int, Hit]] = {}
+        answers = await asyncio.gather(*(tier.ask(left, deadline_s) for _, tier in asked))
+        for (number, _), found in zip(asked, answers, strict=True):
+            for identity, hit in zip(left, found, strict=True):
+                if hit is not None:
+                    known.setdefault(identity, (number, hit))
+        return known
+
+    def has(self, identities: Sequence[Identity], known: Known = NOTHING) -> list[bool]:
+        """Whether some tier with a local index, or one of those that were asked, holds each."""
+        where = self._locate(identities, known)
         return [i in where for i in range(len(identities))]
 
-    def fetch(self, namespace: bytes, keys: list[bytes], fetch: Fetch | None = None) -> Fetch | None:
+    def fetch(self, namespace: bytes, keys: list[bytes], fetch: Fetch | None = None, known: Known = NOTHING) -> Fetch | None:
         """Start loading what tiers hold of these keys (which the arena lacks), in `fetch` or a new one.
 
         The answer's tasks complete one by one; slots appear in it pinned. Stops at the first key there is no room for.
@@ -213,7 +243,7 @@ class Tiering:
         if not self.tiers:
             return fetch
         identities = [namespace + key for key in keys]
-        where = self._locate(identities)
+        where = self._locate(identities, known)
         if not where:
             return fetch
         fetch = fetch or Fetch()
@@ -234,8 +264,8 @@ class Tiering:
                 break
         return fetch
 
-    def _locate(self, identities: Sequence[Identity]) -> dict[int, tuple[int, Hit]]:
-        """Position -> (number of the first tier that has it, what it knows of it)."""
+    def _locate(self, identities: Sequence[Identity], known: Known = NOTHING) -> dict[int, tuple[int, Hit]]:
+        """Position -> (number of the first tier that has it, what it knows of it); those that need no asking first."""
         where: dict[int, tuple[int, Hit]] = {}
         left = list(range(len(identities)))
         for number, tier in enumerate(self.tiers):
@@ -246,6 +276,10 @@ class Tiering:
                 if hit is not None:
                     where[i] = (number, hit)
             left = [i for i in left if i not in where]
+        for i in left if known else ():
+            found_at = known.get(identities[i])
+            if found_at is not None and identities[i] not in self.tiers[found_at[0]].doomed:
+                where[i] = found_at
         if where and (self._clearing or self.store.index.mortal):
             # Under a key whose newest value has just expired in RAM, a tier may still hold an older one: that stays hidden.
             hides = self.store.index.hides
@@ -319,16 +353,16 @@ class Tiering:
             asyncio.get_running_loop().call_soon(store.unpin, pin)
 
     async def _read(self, first: Tier, share: list[tuple[bytes, Identity, Hit, int]]) -> list[Hit | None]:
-        """Fill the room of each value from `first`, and what that has lost or damaged from the tiers after it.
+        """Fill the room of each value from `first`, and what that has lost or damaged from the other tiers, in order.
 
         Answers what the tier that gave it knows of each value; None where none gave it.
         """
         arena = self.store.arena
         sources: list[Hit | None] = [None] * len(share)
         hits = {i: hit for i, (_, _, hit, _) in enumerate(share)}
-        for tier in self.tiers[self.tiers.index(first) :]:
+        for tier in [first, *(tier for tier in self.tiers if tier is not first)]:
             if tier is not first:
-                found = tier.has([share[i][1] for i in hits])
+                found = await tier.ask([share[i][1] for i in hits], asyncio.get_running_loop().time() + ASK_S)
                 hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
             if not hits:
                 continue

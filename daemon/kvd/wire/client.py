@@ -315,17 +315,22 @@ class Client:
         wanted = check_keys(keys)
         return self._again(lambda link: self._lease(link, space, wanted, timeout_s=timeout_s))
 
+    @property
+    def _patience_ms(self) -> int:
+        """How long look-ups may ask tiers: half of what we wait for the answer."""
+        return int(self.timeout_s * 500)
+
     def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bool]:
         """Which keys are there, in the arena or a tier that can tell. Counts neither hit nor miss."""
         space = self._space(namespace)
         request_keys = check_keys(keys)
-        flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys), p.Flags)).flags
+        flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys, self._patience_ms), p.Flags)).flags
         return list(map(bool, flags))
 
     def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[str | bytes] | None = None, pin_s: float = 0.0) -> PrefixResult:
         """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given."""
         spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
-        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000))
+        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000), self._patience_ms)
         found = self._again(lambda link: link.call(request, p.PrefixFound))
         return PrefixResult(found.length, found.token or None)
 

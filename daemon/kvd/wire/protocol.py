@@ -64,8 +64,11 @@ class Welcome(Message, tag=2):
 
 
 class Exists(Request, tag=10):
+    """Which keys are there; `timeout_ms` > 0 also asks tiers that must do I/O to tell, that long at most."""
+
     namespace: bytes
     keys: list[bytes]
+    timeout_ms: int = 0
 
 
 class Lease(Request, tag=11):
@@ -120,11 +123,15 @@ class Abort(Request, tag=16):
 
 
 class Prefix(Request, tag=17):
-    """Leading run of keys present in all namespaces; `pin_ms` > 0 pins it under a token and starts its promotion."""
+    """Leading run of keys present in all namespaces; `pin_ms` > 0 pins it under a token and starts its promotion.
+
+    `timeout_ms` as in Exists.
+    """
 
     namespaces: list[bytes]
     keys: list[bytes]
     pin_ms: int = 0
+    timeout_ms: int = 0
 
 
 class Claim(Request, tag=18):

@@ -53,10 +53,10 @@ def parse_spec(given: str) -> Spec:
         body = json.loads(given, object_pairs_hook=_no_twins)
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint='such as {"type": "fs", "path": "/srv/kv"}'
+            f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint='such as {"type": "fs", "base_path": "/srv/kv"}'
         ) from None
     if not isinstance(body, dict):
-        raise UsageError("--l2-adapter is not a JSON object", hint='such as {"type": "fs", "path": "/srv/kv"}')
+        raise UsageError("--l2-adapter is not a JSON object", hint='such as {"type": "fs", "base_path": "/srv/kv"}')
     return Spec(body)
 
 
@@ -195,6 +195,9 @@ KINDS = {
 }
 TYPES: dict[str, str] = {
     "disk": __name__,
+    "fs": "kvd.tiers.adapters.fs",
+    "mock": "kvd.tiers.adapters.mock",
+    "fault_inject": "kvd.tiers.adapters.fault_inject",
     "plugin": __name__,
 }
 """Every type, and the module that holds its Kind, in the order of the documentation."""
@@ -213,12 +216,12 @@ CAN = {
 
 
 def capability_table() -> str:
-    """Markdown: what each type can do. A plugin says so itself."""
+    """Markdown: what each type can do. A plugin says so itself, and faults change nothing about it."""
     rows = ["| type | on | needs | " + " | ".join(CAN.values()) + " |", "|---" * (3 + len(CAN)) + "|"]
     for name in TYPES:
         one = kind(name)
         needs = f"`kvtools[{one.extra}]`" if one.extra else "-"
-        marks = ["its own" if name == "plugin" else _mark(one.capabilities, word) for word in CAN]
+        marks = ["its own" if name in ("plugin", "fault_inject") else _mark(one.capabilities, word) for word in CAN]
         rows.append(f"| `{name}` | {one.about} | {needs} | " + " | ".join(marks) + " |")
     return "\n".join(rows)
 

@@ -1,0 +1,88 @@
+"""The adapters under conformance: how each is made on a fresh medium, made again on the same one, and damaged from outside.
+
+A Subject is a medium (a directory, a server, a file). `make()` gives an adapter on it, not open; made again it is what a
+restarted daemon would have. `raw`, `set_raw` and `remove` reach past the adapter: they see and change the stored object
+of one identity (envelope and value), as a fault of the medium or another tool would.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.store.identity import Identity
+from kvd.tiers.adapters.base import Adapter
+from kvd.tiers.adapters.fs import FsAdapter
+from kvd.tiers.adapters.kind import Eviction
+from kvd.tiers.adapters.mock import MockAdapter
+
+
+class Subject(ABC):
+    """One medium. `shared`: two adapters may be at work on it at once. `capped`: max_bytes is obeyed."""
+
+    shared = False
+    capped = True
+    damageable = True
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter: ...
+
+    def raw(self, identity: Identity) -> bytes:
+        """The object as it lies there."""
+        raise NotImplementedError
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        """Put this in its place."""
+        raise NotImplementedError
+
+    def remove(self, identity: Identity) -> None:
+        """Take it away."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def opened(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Iterator[Adapter]:
+        adapter = self.make(max_bytes=max_bytes, eviction=eviction)
+        adapter.open()
+        try:
+            yield adapter
+        finally:
+            adapter.close(1.0)
+
+    def stop(self) -> None:  # noqa: B027 - most media are just files
+        """Give everything back."""
+
+
+class Fs(Subject):
+    """A directory."""
+
+    shared = True
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> FsAdapter:
+        return FsAdapter("fs", self.folder / "root", max_bytes, eviction=eviction)
+
+    def path(self, identity: Identity) -> Path:
+        return self.folder / "root" / "objects" / f"{identity[32]:02x}" / f"{identity.hex()}.kv"
+
+    def raw(self, identity: Identity) -> bytes:
+        return self.path(identity).read_bytes()
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        self.path(identity).write_bytes(body)
+
+    def remove(self, identity: Identity) -> None:
+        self.path(identity).unlink()
+
+
+class Mock(Subject):
+    """Memory: nothing survives, and nobody else can reach it."""
+
+    damageable = False
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> MockAdapter:
+        return MockAdapter("mock", max_bytes, float(64 << 30), eviction=eviction)
+
+
+SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "mock": Mock}

@@ -1,0 +1,322 @@
+"""What holds for every adapter: values come back exactly or not at all, damage is a counted miss that can be stored again,
+and what is held is counted and can be evicted, also after a restart."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.store.identity import Identity
+from kvd.store.retention import Retention
+from kvd.tiers.adapters import envelope
+from kvd.tiers.adapters.base import Adapter, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.kind import Eviction
+from tests.kvd.adapters.subjects import SUBJECTS, Subject
+
+SIZES = (0, 1, 127, 4095, 4096, 4097, 70_001)
+DAMAGEABLE = [name for name, kind in SUBJECTS.items() if kind.damageable]
+SHARED = [name for name, kind in SUBJECTS.items() if kind.shared]
+
+
+def ident(number: int, space: int = 1) -> Identity:
+    return space.to_bytes(32, "big") + random.Random(number).randbytes(32)
+
+
+def body(number: int, size: int = 5000) -> bytes:
+    return random.Random(number * 7919 + size).randbytes(size)
+
+
+def put(adapter: Adapter, number: int, data: bytes | None = None, **more: int) -> Stored:
+    value = body(number) if data is None else data
+    item = Item(ident(number), memoryview(value).toreadonly(), Retention(more.get("retention", 3)), more.get("expires_ns", 0))
+    return adapter.store([item])[0]
+
+
+def get(adapter: Adapter, number: int, size: int = 5000) -> bytes | Loaded:
+    """The value, or what became of the load."""
+    into = bytearray(size)
+    (result,) = adapter.load([Want(ident(number), memoryview(into))])
+    return bytes(into) if result is Loaded.OK else result
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]:
+    made = SUBJECTS[request.param](tmp_path)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+everybody = pytest.mark.parametrize(
+    "subject", [pytest.param(n, marks=getattr(k, "marks", ())) for n, k in SUBJECTS.items()], indirect=True
+)
+damageable = pytest.mark.parametrize(
+    "subject", [pytest.param(n, marks=getattr(SUBJECTS[n], "marks", ())) for n in DAMAGEABLE], indirect=True
+)
+shared = pytest.mark.parametrize(
+    "subject", [pytest.param(n, marks=getattr(SUBJECTS[n], "marks", ())) for n in SHARED], indirect=True
+)
+
+
+@everybody
+def test_values_of_every_size_come_back(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        items = [Item(ident(size), memoryview(body(1, size)), Retention.LONG) for size in SIZES]
+        assert all(stored.ok for stored in adapter.store(items))
+        hits = adapter.lookup([ident(size) for size in SIZES])
+        assert [hit.length for hit in hits if hit is not None] == list(SIZES)
+        buffers = [bytearray(size) for size in SIZES]
+        wants = [Want(ident(size), memoryview(buffer)) for size, buffer in zip(SIZES, buffers, strict=True)]
+        assert adapter.load(wants) == [Loaded.OK] * len(SIZES)
+        assert [bytes(buffer) for buffer in buffers] == [body(1, size) for size in SIZES]
+        assert adapter.counters.hits == len(SIZES)
+        assert adapter.counters.load_bytes == sum(SIZES)
+        assert adapter.counters.stores == len(SIZES)
+
+
+@everybody
+def test_results_are_per_item_and_in_order(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        put(adapter, 1)
+        put(adapter, 3)
+        assert [hit is not None for hit in adapter.lookup([ident(1), ident(2), ident(3)])] == [True, False, True]
+        buffers = [bytearray(5000) for _ in range(3)]
+        results = adapter.load([Want(ident(n), memoryview(b)) for n, b in zip((1, 2, 3), buffers, strict=True)])
+        assert results == [Loaded.OK, Loaded.MISS, Loaded.OK]
+        assert (bytes(buffers[0]), bytes(buffers[2])) == (body(1), body(3))
+        assert adapter.counters.misses == 1
+        assert adapter.lookup([]) == []
+        assert adapter.load([]) == []
+        assert adapter.store([]) == []
+
+
+@everybody
+def test_the_last_value_stored_under_a_key_is_the_one(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        put(adapter, 1, b"old" * 100)
+        put(adapter, 1, b"new!" * 100)
+        assert get(adapter, 1, 400) == b"new!" * 100
+        assert get(adapter, 1, 300) is Loaded.MISS
+        assert adapter.usage().entries in (0, 1)
+    if subject.make().capabilities.durable:
+        with subject.opened() as adapter:
+            assert get(adapter, 1, 400) == b"new!" * 100
+
+
+@everybody
+def test_a_buffer_of_another_size_is_a_miss(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        put(adapter, 1)
+        for size in (0, 1, 4999, 5001, 20000):
+            assert get(adapter, 1, size) is Loaded.MISS
+        assert get(adapter, 1) == body(1)
+
+
+@everybody
+def test_keys_of_other_namespaces_are_other_values(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        key = b"\xff" * 32
+        spaces = [b"\0" * 32, b"\xff" * 32, b"/" * 32, b"\n.." + b"%" * 29]
+        adapter.store([Item(space + key, memoryview(body(i)), Retention.LONG) for i, space in enumerate(spaces)])
+        for i, space in enumerate(spaces):
+            into = bytearray(5000)
+            assert adapter.load([Want(space + key, memoryview(into))]) == [Loaded.OK]
+            assert into == body(i)
+        if adapter.capabilities.enumerate:
+            assert {identity for identity, _ in adapter.enumerate()} == {space + key for space in spaces}
+            assert adapter.delete_namespace(spaces[0]) == 1
+            assert [hit is not None for hit in adapter.lookup([space + key for space in spaces])] == [False, True, True, True]
+
+
+@everybody
+def test_deleted_is_gone_also_after_a_restart(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        for number in range(4):
+            put(adapter, number)
+        assert adapter.delete([ident(0), ident(2), ident(99)]) == 2
+        assert [hit is not None for hit in adapter.lookup([ident(n) for n in range(4)])] == [False, True, False, True]
+        assert get(adapter, 0) is Loaded.MISS
+    with subject.opened() as adapter:
+        assert get(adapter, 0) is Loaded.MISS
+        assert get(adapter, 1) == (body(1) if adapter.capabilities.durable else Loaded.MISS)
+
+
+@everybody
+def test_what_has_expired_is_a_miss(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        soon = time.time_ns() + 300_000_000
+        assert put(adapter, 1, expires_ns=soon).ok
+        assert put(adapter, 2, expires_ns=time.time_ns() + 3600 * 10**9).ok
+        hit = adapter.lookup([ident(1)])[0]
+        assert hit is None or hit.expires_ns == soon
+        assert not put(adapter, 3, expires_ns=time.time_ns() - 1).ok
+        time.sleep(max(0, soon - time.time_ns()) / 1e9 + 0.02)
+        assert adapter.lookup([ident(1), ident(3)]) == [None, None]
+        assert get(adapter, 1) is Loaded.MISS
+        assert get(adapter, 2) == body(2)
+
+
+@everybody
+def test_class_and_expiry_are_kept(subject: Subject) -> None:
+    late = time.time_ns() + 3600 * 10**9
+    with subject.opened() as adapter:
+        put(adapter, 1, retention=2, expires_ns=late)
+        put(adapter, 2, retention=3)
+        hits = adapter.lookup([ident(1), ident(2)])
+        assert [(hit.retention, hit.expires_ns) for hit in hits if hit] == [(Retention.SHORT, late), (Retention.LONG, 0)]
+        if adapter.capabilities.enumerate:
+            assert dict(adapter.enumerate())[ident(1)] == hits[0]
+
+
+@everybody
+def test_it_stays_within_its_limit_and_says_what_it_holds(subject: Subject) -> None:
+    if not subject.capped:
+        pytest.skip("has no limit of its own")
+    limit = 1 << 20
+    with subject.opened(max_bytes=limit) as adapter:
+        for number in range(300):
+            assert put(adapter, number).ok
+            assert adapter.usage().bytes_used <= limit
+        held = [n for n in range(300) if get(adapter, n) == body(n)]
+        assert 299 in held
+        assert 100 < len(held) < 300
+        assert adapter.counters.evictions == 300 - len(held)
+        usage = adapter.usage()
+        assert usage.entries == len(held)
+        assert usage.bytes_limit == limit
+        assert put(adapter, 1000, bytes(limit + 1)) == Stored(False, "too_large")
+        before = adapter.usage()
+    if not adapter.capabilities.durable:
+        return
+    with subject.opened(max_bytes=limit) as adapter:
+        assert adapter.usage() == before
+        for number in range(300, 500):
+            assert put(adapter, number).ok
+        assert adapter.usage().bytes_used <= limit
+        assert adapter.counters.evictions > 50
+
+
+@everybody
+def test_noop_refuses_what_does_not_fit(subject: Subject) -> None:
+    if not subject.capped:
+        pytest.skip("has no limit of its own")
+    with subject.opened(max_bytes=256 << 10, eviction=Eviction("noop")) as adapter:
+        results = [put(adapter, number) for number in range(80)]
+        kept = [number for number, stored in enumerate(results) if stored.ok]
+        assert 10 < len(kept) < 80
+        assert {stored.reason for stored in results if not stored.ok} == {"full"}
+        assert all(get(adapter, number) == body(number) for number in kept)
+        adapter.delete([ident(kept[0])])
+        assert put(adapter, 500).ok
+
+
+@everybody
+def test_a_watermark_drops_a_share(subject: Subject) -> None:
+    if not subject.capped:
+        pytest.skip("has no limit of its own")
+    with subject.opened(max_bytes=1 << 20, eviction=Eviction("LRU", 0.5, 0.5)) as adapter:
+        peak = 0
+        for number in range(200):
+            assert put(adapter, number).ok
+            peak = max(peak, adapter.usage().bytes_used)
+        assert peak <= (1 << 19) + 16384
+        assert adapter.usage().bytes_used < peak
+
+
+@damageable
+@pytest.mark.parametrize(
+    "where", ["missing", "empty", "truncated", "header", "longer", "flipped", "head flipped", "foreign", "noise"]
+)
+def test_a_damaged_object_is_a_miss_that_can_be_stored_again(subject: Subject, where: str) -> None:
+    with subject.opened() as adapter:
+        put(adapter, 1)
+        put(adapter, 2)
+        whole = subject.raw(ident(1))
+        flipped = bytearray(whole)
+        flipped[envelope.SIZE + 2500] ^= 0x10
+        head = bytearray(whole)
+        head[80] ^= 1
+        damage = {
+            "empty": b"",
+            "truncated": whole[:-1],
+            "header": whole[: envelope.SIZE],
+            "longer": whole + b"\0",
+            "flipped": bytes(flipped),
+            "head flipped": bytes(head),
+            "foreign": subject.raw(ident(2)),
+            "noise": random.Random(5).randbytes(len(whole)),
+        }
+        if where == "missing":
+            subject.remove(ident(1))
+        else:
+            subject.set_raw(ident(1), damage[where])
+        result = get(adapter, 1)
+        assert result in (Loaded.MISS, Loaded.CORRUPT)
+        assert adapter.counters.corruptions == (result is Loaded.CORRUPT)
+        assert adapter.counters.misses == (result is Loaded.MISS)
+        assert (result is Loaded.MISS) == (where == "missing")
+        assert get(adapter, 1) is Loaded.MISS, "what is damaged is taken away"
+        assert put(adapter, 1).ok
+        assert get(adapter, 1) == body(1)
+        assert get(adapter, 2) == body(2)
+
+
+@damageable
+def test_damage_while_it_was_away(subject: Subject) -> None:
+    with subject.opened() as adapter:
+        for number in range(4):
+            put(adapter, number)
+    if not adapter.capabilities.durable:
+        return
+    subject.set_raw(ident(0), subject.raw(ident(0))[:1000])
+    subject.set_raw(ident(1), subject.raw(ident(3)))
+    with subject.opened() as adapter:
+        assert get(adapter, 0) in (Loaded.MISS, Loaded.CORRUPT)
+        assert get(adapter, 1) in (Loaded.MISS, Loaded.CORRUPT)
+        assert get(adapter, 2) == body(2)
+        assert put(adapter, 0).ok
+        assert get(adapter, 0) == body(0)
+
+
+@shared
+def test_two_daemons_on_one_medium(subject: Subject) -> None:
+    with subject.opened() as one, subject.opened() as two:
+        put(one, 1)
+        assert get(two, 1) == body(1)
+        put(two, 1, b"second" * 10)
+        assert get(one, 1, 60) == b"second" * 10
+        assert one.delete([ident(1)]) == 1
+        assert get(two, 1, 60) is Loaded.MISS
+        put(two, 2)
+        assert one.lookup([ident(2)])[0] is not None
+
+
+@everybody
+def test_loads_and_stores_at_once_never_mix(subject: Subject) -> None:
+    """Sixteen threads store, load and delete four keys: what a load gives is one of the values stored, whole."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with subject.opened() as adapter:
+
+        def work(seed: int) -> int:
+            dice = random.Random(seed)
+            seen = 0
+            for _ in range(25):
+                number = dice.randrange(4)
+                step = dice.randrange(3)
+                if step == 0:
+                    put(adapter, number, bytes([dice.randrange(256)]) * 5000)
+                elif step == 1:
+                    value = get(adapter, number)
+                    assert isinstance(value, Loaded) or len(set(value)) == 1
+                    assert value is not Loaded.CORRUPT
+                    seen += isinstance(value, bytes)
+                elif not dice.randrange(4):
+                    adapter.delete([ident(number)])
+            return seen
+
+        with ThreadPoolExecutor(16) as threads:
+            assert sum(threads.map(work, range(16))) > 0
