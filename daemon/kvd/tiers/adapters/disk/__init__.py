@@ -7,7 +7,8 @@ geometry   how a budget is cut into regions
 index      where every value lies, in RAM
 catalog    all shared state and its rules
 region     one region file and its index pages
-writer     appending: lanes, groups, large values
+writer     appending: lanes, and the way of a value into the catalog
+extents    writing groups of extents
 reader     loading and checking
 evict      making room
 files      making and reusing region files

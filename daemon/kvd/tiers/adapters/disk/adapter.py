@@ -41,6 +41,7 @@ from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.deletes import DeletesLog
 from kvd.tiers.adapters.disk.evict import Evictor
+from kvd.tiers.adapters.disk.extents import Draft, ExtentWriter
 from kvd.tiers.adapters.disk.files import RegionFiles
 from kvd.tiers.adapters.disk.format import region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
@@ -50,7 +51,7 @@ from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage
 from kvd.tiers.adapters.disk.syncing import Syncer
-from kvd.tiers.adapters.disk.writer import Draft, Writer, reason_of
+from kvd.tiers.adapters.disk.writer import Writer, reason_of
 
 IO_MODES = ("auto", "direct", "buffered")
 _FLOOR_SHARE = 100
@@ -144,9 +145,8 @@ class DiskAdapter(Adapter):
         self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
         self._hasher = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvd-disk-hash")
         self._read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvd-disk-read")
-        self._writer = Writer(
-            self._io, catalog, self._evictor.make_region, self._syncer.sync_region, self._direct, self._pool, self._hasher
-        )
+        extents = ExtentWriter(self._io, self._direct, self._pool, self._hasher, self._clock_ns)
+        self._writer = Writer(self._io, catalog, extents, self._evictor.make_region, self._syncer.sync_region)
         self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool, self._read_threads)
         self._evictor.writer, self._evictor.reader = self._writer, self._reader
         self._recover()

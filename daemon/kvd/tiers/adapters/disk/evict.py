@@ -24,6 +24,7 @@ from kvd.tiers.adapters.base import AdapterError, AdapterFull
 from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.deletes import DeletesLog
+from kvd.tiers.adapters.disk.extents import Draft
 from kvd.tiers.adapters.disk.files import RegionFiles
 from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
 from kvd.tiers.adapters.disk.index import at, unpack
@@ -31,7 +32,7 @@ from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.scan import read_records
 from kvd.tiers.adapters.disk.storage import Storage
-from kvd.tiers.adapters.disk.writer import Draft, Writer
+from kvd.tiers.adapters.disk.writer import Writer
 
 _MOVE_BYTES_MAX = 32 << 20
 

@@ -6,8 +6,9 @@ their headers should fill a region without waste; a demo has a few MiB in all. H
 
     budget                 regions   region
     256 KiB .. 560 MiB     4         a quarter of the budget
-    560 MiB .. 8 GiB       4 to 8    at least 140 MiB: one 128 MiB chunk always fits
-    8 GiB .. 512 GiB       8 to 511  1 GiB + 1 MiB
+    560 MiB .. 4.5 GiB     4 to 8    at least 140 MiB: one 128 MiB chunk always fits
+    4.5 GiB .. 16 GiB      16        at least 288 MiB
+    16 GiB .. 512 GiB      16 to 511 1 GiB + 1 MiB: eight such chunks and their headers
     above                  512       1/512 of the budget (a region is one open file), at most 64 GiB
 
 The same budget always gives the same regions; regions of another size found at the start stay readable.
@@ -23,6 +24,7 @@ from kvtools.units import format_size
 MIN_REGION_BYTES = 16 * PAGE
 MIN_BYTES = 4 * MIN_REGION_BYTES
 _CHUNK_REGION = 140 << 20
+_MEDIUM_REGION = 288 << 20
 _LARGE_REGION = (1 << 30) + (1 << 20)
 _FIXED_PAGES = 3
 """Region header, extent header and index page: what a value that fills a region leaves room for."""
@@ -53,8 +55,10 @@ class Geometry:
 
 def default_region_bytes(max_bytes: int) -> int:
     """The region size for a budget (see the table above), a multiple of 4096."""
-    if max_bytes >= 8 * _LARGE_REGION:
+    if max_bytes >= 16 * _LARGE_REGION:
         size = max(_LARGE_REGION, min(max_bytes // 512, MAX_REGION_BYTES))
+    elif max_bytes >= 16 * _MEDIUM_REGION:
+        size = max_bytes // 16
     else:
         size = max_bytes // max(4, min(8, max_bytes // _CHUNK_REGION))
     return size // PAGE * PAGE

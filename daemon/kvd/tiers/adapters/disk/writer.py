@@ -1,12 +1,10 @@
-"""Appending values: lanes, groups of extents, and one or two writes a group.
+"""Appending values: lanes, and the way of a value into the catalog.
 
-Purpose: put values on disk at the speed of the device, in place from the caller's memory where that is aligned.
 A *lane* is an open region with one writer at a time. Because a lane's extents are written one after the other, the extents of
 a region are valid up to some point and nothing after it, whatever was in flight when the process died.
 
-Data flow: values -> groups (up to 8 MiB or one large value) -> one pwritev of header pages and payloads together, or, for a
-large value, payload first (its checksum is computed meanwhile by another thread) and the header page last, which makes it
-valid -> catalog. A value is visible in the index only after all of that.
+Data flow: values -> lane -> groups (`extents`) -> catalog -> index page of the region. A value is visible in the index only
+after its write has completed.
 
 Failure: an OSError voids the group it hit and the rest of the call; the values are reported with the reason 'full' or
 'io_error'. What the failed write left behind is written over by the next one, whose extents carry a higher epoch, so that a
@@ -16,57 +14,15 @@ Concurrency: any number of threads, one per lane.
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 
-from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import AdapterError
-from kvd.tiers.adapters.disk.buffers import ZEROS, BufferPool, address, copy
 from kvd.tiers.adapters.disk.catalog import Catalog
-from kvd.tiers.adapters.disk.format import (
-    FLAG_INLINE,
-    INLINE_MAX,
-    PAGE,
-    ExtentHeader,
-    IndexEntry,
-    extent_bytes,
-    payload_checksum,
-    round_up,
-)
+from kvd.tiers.adapters.disk.extents import GROUP_BYTES, GROUP_EXTENTS, LARGE_BYTES, Draft, ExtentWriter
+from kvd.tiers.adapters.disk.format import extent_bytes
 from kvd.tiers.adapters.disk.region import Region
-from kvd.tiers.adapters.disk.storage import DirectIO, Storage, write_fully
+from kvd.tiers.adapters.disk.storage import Storage
 
-GROUP_BYTES = 8 << 20
-GROUP_EXTENTS = 256
-LARGE_BYTES = 4 << 20
-"""From here on the payload is written first and hashed meanwhile."""
-_BOUNCE_BYTES = 4 << 20
 _FAILURES_MAX = 3
-_HASH_AHEAD_MIN = 128 << 10
-
-
-@dataclass(slots=True)
-class Draft:
-    """One value on its way to disk, and what became of it."""
-
-    identity: Identity
-    data: memoryview
-    retention: int
-    expires_ns: int
-    sequence: int
-    tick: int
-    padded: memoryview | None = None
-    checksum: "Future[bytes] | None" = None
-    """The payload's checksum, where another thread has begun to compute it."""
-    region: Region | None = None
-    """Where it is, once it is written."""
-    reason: str = ""
-    """Why it is not."""
-
-    @property
-    def inline(self) -> bool:
-        """Whether it lies in its header page."""
-        return len(self.data) <= INLINE_MAX
 
 
 def reason_of(error: OSError) -> str:
@@ -81,19 +37,15 @@ class Writer:
         self,
         io: Storage,
         catalog: Catalog,
+        extents: ExtentWriter,
         make_region: Callable[[int], Region],
         sync_region: Callable[[Region], None],
-        direct: DirectIO,
-        pool: BufferPool,
-        hasher: Executor,
     ) -> None:
         self._io = io
         self._catalog = catalog
+        self._extents = extents
         self._make_region = make_region
         self._sync_region = sync_region
-        self._direct = direct
-        self._pool = pool
-        self._hasher = hasher
         self._lanes: dict[int, list[Region]] = {}
         self._opening: dict[int, int] = {}
 
@@ -192,7 +144,7 @@ class Writer:
         queue = list(drafts)
         while queue:
             try:
-                region = self._acquire(queue[0].retention, extent_bytes(len(queue[0].data)))
+                region = self._acquire(queue[0].retention, queue[0].size)
             except (OSError, AdapterError) as error:
                 reason = reason_of(error) if isinstance(error, OSError) else "full"
                 for draft in queue:
@@ -211,9 +163,9 @@ class Writer:
             group = self._take_group(region, queue)
             if not group:
                 return True
-            self._hash_ahead(queue, len(group))
+            self._extents.hash_ahead(queue[len(group) : len(group) + GROUP_EXTENTS])
             try:
-                entries = self._write_group(region, group)
+                entries = self._extents.write(region, group)
             except OSError as error:
                 self._failed(region, queue, reason_of(error))
                 return False
@@ -233,16 +185,6 @@ class Writer:
                 self._catalog.counters.io_errors += 1
         return True
 
-    def _hash_ahead(self, queue: list[Draft], skip: int) -> None:
-        """While a group is written, other threads compute the checksums of the next one."""
-        total = 0
-        for draft in queue[skip : skip + GROUP_EXTENTS]:
-            total += len(draft.data)
-            if draft.checksum is None and len(draft.data) >= _HASH_AHEAD_MIN:
-                draft.checksum = self._hasher.submit(payload_checksum, draft.data)
-            if total >= GROUP_BYTES:
-                return
-
     def _failed(self, region: Region, queue: list[Draft], reason: str) -> None:
         self._catalog.counters.io_errors += 1
         region.epoch += 1
@@ -255,7 +197,7 @@ class Writer:
         total = 0
         group: list[Draft] = []
         for draft in queue:
-            size = extent_bytes(len(draft.data))
+            size = draft.size
             if not region.room(total + size, len(group) + 1):
                 break
             if group and (total + size > GROUP_BYTES or len(group) == GROUP_EXTENTS or size > LARGE_BYTES):
@@ -265,72 +207,6 @@ class Writer:
             if size > LARGE_BYTES:
                 break
         return group
-
-    def _write_group(self, region: Region, group: list[Draft]) -> list[IndexEntry]:
-        if len(group) == 1 and extent_bytes(len(group[0].data)) > LARGE_BYTES:
-            return [self._write_large(region, group[0])]
-        start = region.data_end
-        offset = start
-        bounced = sum(round_up(len(draft.data)) for draft in group if not draft.inline and not self._in_place(draft))
-        entries: list[IndexEntry] = []
-        parts: list[memoryview] = []
-        # One tail page a value that is written in place but does not end on a page.
-        with self._pool.lend(2 * len(group) * PAGE + bounced) as scratch:
-            bounce_at = 2 * len(group) * PAGE
-            for number, draft in enumerate(group):
-                header = self._header(region, draft, offset, _checksum_of(draft))
-                page = scratch[number * PAGE : (number + 1) * PAGE]
-                _fill(page, header.pack(), draft.data if draft.inline else None)
-                parts.append(page)
-                if not draft.inline:
-                    size = round_up(len(draft.data))
-                    if self._in_place(draft):
-                        tail = scratch[(len(group) + number) * PAGE :][:PAGE]
-                        parts.extend(_payload_parts(draft, tail, whole_pages=self._direct.ok))
-                    else:
-                        space = scratch[bounce_at : bounce_at + size]
-                        copy(space, draft.data)
-                        space[len(draft.data) :] = bytes(size - len(draft.data))
-                        parts.append(space)
-                        bounce_at += size
-                entries.append(header.entry(draft.tick))
-                offset += extent_bytes(len(draft.data))
-            write_fully(self._io, region.fd, parts, start)
-        return entries
-
-    def _write_large(self, region: Region, draft: Draft) -> IndexEntry:
-        offset = region.data_end
-        if draft.checksum is None:
-            draft.checksum = self._hasher.submit(payload_checksum, draft.data)
-        with self._pool.lend(2 * PAGE) as scratch:
-            if self._in_place(draft):
-                parts = _payload_parts(draft, scratch[PAGE : 2 * PAGE], whole_pages=self._direct.ok)
-                write_fully(self._io, region.fd, parts, offset + PAGE)
-            else:
-                self._write_bounced(region, draft, offset + PAGE)
-            header = self._header(region, draft, offset, draft.checksum.result())
-            _fill(scratch[:PAGE], header.pack(), None)
-            write_fully(self._io, region.fd, [scratch[:PAGE]], offset)
-        return header.entry(draft.tick)
-
-    def _write_bounced(self, region: Region, draft: Draft, offset: int) -> None:
-        with self._pool.lend(_BOUNCE_BYTES) as bounce:
-            for at in range(0, len(draft.data), _BOUNCE_BYTES):
-                piece = draft.data[at : at + _BOUNCE_BYTES]
-                size = round_up(len(piece))
-                copy(bounce, piece)
-                bounce[len(piece) : size] = bytes(size - len(piece))
-                write_fully(self._io, region.fd, [bounce[:size]], offset + at)
-
-    def _in_place(self, draft: Draft) -> bool:
-        """Whether the value can be written from where it lies."""
-        return not self._direct.ok or address(draft.data) % self._direct.memory_align == 0
-
-    def _header(self, region: Region, draft: Draft, offset: int, checksum: bytes) -> ExtentHeader:
-        return ExtentHeader(
-            region.sequence, region.nonce, offset, draft.sequence, len(draft.data), draft.expires_ns, draft.identity, checksum,
-            self._catalog.clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0,
-        )  # fmt: skip
 
     # -- end -------------------------------------------------------------------------------------------------------------
 
@@ -349,28 +225,3 @@ class Writer:
             region.write_index(self._io, partial=True)
         except OSError:
             self._catalog.counters.io_errors += 1
-
-
-def _checksum_of(draft: Draft) -> bytes:
-    return payload_checksum(draft.data) if draft.checksum is None else draft.checksum.result()
-
-
-def _fill(page: memoryview, header: bytes, inline: memoryview | None) -> None:
-    """Write a header page: header, inline value, zeros."""
-    body = header + (bytes(inline) if inline is not None else b"")
-    page[:] = body.ljust(PAGE, b"\0")
-
-
-def _payload_parts(draft: Draft, tail_page: memoryview, *, whole_pages: bool) -> list[memoryview]:
-    """What to write for a payload that stays where it is: its memory, and what brings it to a whole page."""
-    data = draft.data
-    size = round_up(len(data))
-    if len(data) == size:
-        return [data]
-    if draft.padded is not None and len(draft.padded) == size:
-        return [draft.padded]
-    if not whole_pages:
-        return [data, ZEROS[: size - len(data)]]
-    whole = len(data) // PAGE * PAGE
-    tail_page[:] = bytes(data[whole:]).ljust(PAGE, b"\0")
-    return [data[:whole], tail_page] if whole else [tail_page]
