@@ -36,6 +36,8 @@ log = logging.getLogger("kvd.server")
 HANDSHAKE_S = 5.0
 MAX_WAITING = 64
 MAX_CONNECTIONS = 4096
+MAX_UNREAD = 1 << 20
+"""Bytes of answers that a client has not read, above which it is not read from."""
 
 
 class Handler(Protocol):
@@ -68,7 +70,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast("asyncio.Transport", transport)  # uvloop's own class, which is not registered as one
-        transport.set_write_buffer_limits(high=4 * MAX_FRAME)
+        transport.set_write_buffer_limits(high=MAX_UNREAD)
 
     def data_received(self, data: bytes) -> None:
         if not self._buffer and not self._stopped and len(data) >= 4:

@@ -32,6 +32,8 @@ ABSENT = 0
 Slots = npt.NDArray[np.int64]
 
 _ONE = np.uint32(1)
+EMPTY_NAMESPACES = 64
+"""Namespaces that hold nothing and are remembered all the same."""
 _VICTIMS = 32  # a batch of victims is this part of its class
 _COLUMNS = {
     "start": np.uint32,  # first page in the arena
@@ -72,6 +74,8 @@ class Index:
         self._tick = 0
         self.spaces: dict[bytes, Namespace] = {}
         self.by_number: list[Namespace] = []
+        self._numbers: list[int] = []  # of namespaces forgotten
+        self._emptied: set[int] = set()
         self.entries = 0
         self.gone = 0
         """Deleted or replaced values that a pin still holds."""
@@ -120,9 +124,22 @@ class Index:
         """The namespace of that name, made when new."""
         found = self.spaces.get(name)
         if found is None:
-            found = self.spaces[name] = Namespace(name, len(self.by_number))
-            self.by_number.append(found)
+            number = self._numbers.pop() if self._numbers else len(self.by_number)
+            found = self.spaces[name] = Namespace(name, number)
+            self.by_number[number : number + 1] = [found]
+            self._emptied.add(number)
         return found
+
+    def forget_empty(self) -> None:
+        """Let go of namespaces that hold nothing (any more): tenants come and go. A few are kept, for their counters."""
+        if len(self._emptied) <= EMPTY_NAMESPACES:
+            return
+        for number in self._emptied:
+            space = self.by_number[number]
+            if not space.slots:
+                del self.spaces[space.name]
+                self._numbers.append(number)
+        self._emptied.clear()
 
     def find(self, space: Namespace, keys: Sequence[bytes], now_ns: int) -> Slots:
         """The live, unexpired slot of each key, ABSENT where there is none."""
@@ -218,6 +235,8 @@ class Index:
         assert key is not None
         assert self.state_of[slot] == LIVE
         del space.slots[key]
+        if not space.slots:
+            self._emptied.add(space.number)
         space.bytes -= self.length_of[slot]
         self.keys[slot] = None
         self.entries -= 1

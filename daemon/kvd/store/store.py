@@ -313,6 +313,7 @@ class Store:
     def tick(self) -> None:
         """Periodic work: end what is past its deadline, drop what has expired. Bounded a call."""
         self._drop(self.leases.expire(self.monotonic()))
+        self.index.forget_empty()
         now = self.clock_ns()
         for _ in range(1000):
             slot = self.index.next_expired(now)
