@@ -7,6 +7,7 @@ arena     batches of values through the daemon beside plain copies
 disk      the disk tier beside raw O_DIRECT
 ttft      time to first token: cold, warm from disk, the engine's own cache (needs .venv-vllm)
 kvtop     what the dashboard costs
+gate      what the gate adds to a request
 startup   what a command costs before it does anything
 report    the table, RESULTS.md, results.json and the README's block
 

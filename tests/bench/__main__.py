@@ -11,77 +11,34 @@ Exit status 0 when everything that was measured reaches at least half its budget
 
 import argparse
 import contextlib
+import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tests.bench import report
 from tests.bench.measure import Result
 from tests.support.daemon import Daemon
 
 
-def _startup(quick: bool) -> Iterator[Result]:
-    from tests.bench import startup
-
-    yield from startup.measure(quick=quick)
-
-
-def _arena(quick: bool) -> Iterator[Result]:
-    from tests.bench import arena
-
-    with _daemon("1GiB") as daemon, contextlib.closing(daemon.client(namespace="bench")) as client:
-        yield from arena.measure(client, quick=quick)
+MEASUREMENTS = ("startup", "arena", "control", "disk", "kvtop", "gate", "ttft")
+"""Modules of this folder, in the order they run."""
+ARENAS = {"arena": "1GiB", "control": "512MiB"}
+"""Those that are given a client of a daemon with an arena of this size; the others bring all they need."""
 
 
-def _control(quick: bool) -> Iterator[Result]:
-    from tests.bench import control
-
-    with _daemon("512MiB") as daemon, contextlib.closing(daemon.client(namespace="bench")) as client:
-        yield from control.measure(client, quick=quick)
-
-
-def _disk(quick: bool) -> Iterator[Result]:
-    from tests.bench import disk
-
-    yield from disk.measure(quick=quick)
-
-
-def _kvtop(quick: bool) -> Iterator[Result]:
-    from tests.bench import kvtop
-
-    yield from kvtop.measure(quick=quick)
-
-
-def _ttft(quick: bool) -> Iterator[Result]:
-    from tests.bench import ttft
-
-    yield from ttft.measure(quick=quick)
-
-
-def _gate(quick: bool) -> Iterator[Result]:
-    from tests.bench import gate
-
-    yield from gate.measure(quick=quick)
-
-
-@contextlib.contextmanager
-def _daemon(max_bytes: str) -> Iterator[Daemon]:
-    daemon = Daemon(max_bytes=max_bytes)
+def measure(name: str, *, quick: bool) -> Iterator[Result]:
+    """The results of one measurement, as they come."""
+    module = importlib.import_module(f"tests.bench.{name}")
+    if name not in ARENAS:
+        yield from module.measure(quick=quick)
+        return
+    daemon = Daemon(max_bytes=ARENAS[name])
     try:
-        yield daemon.start()
+        with contextlib.closing(daemon.start().client(namespace="bench")) as client:
+            yield from module.measure(client, quick=quick)
     finally:
         daemon.remove()
-
-
-MEASUREMENTS: dict[str, Callable[[bool], Iterator[Result]]] = {
-    "startup": _startup,
-    "arena": _arena,
-    "control": _control,
-    "disk": _disk,
-    "gate": _gate,
-    "kvtop": _kvtop,
-    "ttft": _ttft,
-}
 
 
 def main() -> int:
@@ -89,14 +46,14 @@ def main() -> int:
         prog="python -m tests.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", action="append", choices=list(MEASUREMENTS), default=[])
+    parser.add_argument("--only", action="append", choices=MEASUREMENTS, default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--readme", action="store_true")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     results = []
     for name in options.only or MEASUREMENTS:
-        for result in MEASUREMENTS[name](options.quick):
+        for result in measure(name, quick=options.quick):
             print(json.dumps(result.as_json()), flush=True)
             results.append(result)
     if not options.json:
