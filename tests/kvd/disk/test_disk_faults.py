@@ -289,3 +289,41 @@ def test_buffers_are_lent_aligned_and_kept_within_bounds():
     with pool.lend(8 << 20):
         pass
     assert pool._kept <= 1 << 20
+
+
+def test_lost_index_pages_cost_nothing_but_time():
+    """Index pages that could not be written are made up for, and what follows them is still found after the next crash."""
+    io = SimStorage()
+    adapter = simulated(io, 8 << 20)
+    put(adapter, identity(0), value(0, 5000))
+    io.fault = lambda call, path, size: OSError(errno.EIO, "no") if call == "pwritev" and size == 4096 else None
+    for number in range(1, 50):
+        assert put(adapter, identity(number), value(number, 5000))
+    assert adapter.counters.io_errors > 0
+    for last in range(50, 53):
+        io.kill()
+        adapter = simulated(io, 8 << 20)
+        assert put(adapter, identity(last), value(last, 5000))
+        assert all(get(adapter, identity(number)) == value(number, 5000) for number in range(last + 1))
+    adapter.close()
+    adapter = simulated(io, 8 << 20)
+    assert adapter.usage().entries == 53
+    adapter.close()
+
+
+def test_a_reserved_extent_is_passed_over():
+    """Kind 2 in a header: lent for writing and not finished. What lies behind it is found."""
+    from kvd.tiers.adapters.disk.format import KIND_RESERVED, ExtentHeader
+
+    io = SimStorage()
+    adapter = simulated(io)
+    for number in range(3):
+        put(adapter, identity(number), value(number, 5000))
+    io.kill()
+    (file,) = [file for path, file in io.names.items() if path.suffix == ".kvcache"]
+    at = 4096 + 4096 + 8192
+    header = ExtentHeader.unpack(memoryview(file.data)[at : at + 4096])
+    file.data[at : at + 256] = header._replace(kind=KIND_RESERVED).pack()
+    adapter = simulated(io)
+    assert [get(adapter, identity(number)) is not None for number in range(3)] == [True, False, True]
+    adapter.close()

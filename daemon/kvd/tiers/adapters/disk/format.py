@@ -28,6 +28,12 @@ INDEX_MAGIC = b"KVDIDX01"
 DELETES_MAGIC = b"KVDDEL01"
 RECENCY_MAGIC = b"KVDLRU01"
 
+KIND_BLANK = 0
+"""Only in index pages: an entry that means nothing."""
+KIND_VALUE = 1
+KIND_RESERVED = 2
+"""An extent that was lent for writing and is not finished: its length is passed over, and it is no value."""
+
 FLAG_INLINE = 1
 """The value lies behind the extent header, in the same page."""
 FLAG_NO_CHECKSUM = 2
@@ -48,7 +54,6 @@ _INDEX = struct.Struct("<8sIIQQIIQQ")
 _ENTRY = struct.Struct("<64sQQQQQBBHI")
 _DELETES = struct.Struct("<8sIIQ16x")
 _DELETE = struct.Struct("<64sQ")
-_KIND_VALUE = 1
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -160,11 +165,12 @@ class ExtentHeader(NamedTuple):
     epoch: int
     retention: int
     flags: int
+    kind: int = KIND_VALUE
 
     def pack(self) -> bytes:
         """256 bytes, checksum included."""
         body = _EXTENT.pack(
-            EXTENT_MAGIC, FORMAT_VERSION, _KIND_VALUE, self.retention, self.flags,
+            EXTENT_MAGIC, FORMAT_VERSION, self.kind, self.retention, self.flags,
             self.region, self.nonce, self.offset, self.sequence, self.length, self.expires_ns,
             self.identity, self.checksum, self.stored_ns, self.epoch,
         ).ljust(EXTENT_HEADER_BYTES - 8, b"\0")  # fmt: skip
@@ -180,9 +186,9 @@ class ExtentHeader(NamedTuple):
             return None
         (magic, version, kind, retention, flags, region, nonce, offset, sequence, length, expires, identity, checksum,
          stored, epoch) = _EXTENT.unpack_from(page)  # fmt: skip
-        if magic != EXTENT_MAGIC or version != FORMAT_VERSION or kind != _KIND_VALUE:
+        if magic != EXTENT_MAGIC or version != FORMAT_VERSION or kind not in (KIND_VALUE, KIND_RESERVED):
             return None
-        return cls(region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags)
+        return cls(region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags, kind)
 
     def entry(self, tick: int) -> "IndexEntry":
         """What the index says of this extent."""
@@ -205,7 +211,7 @@ class IndexEntry(NamedTuple):
         """112 bytes."""
         return _ENTRY.pack(
             self.identity, self.sequence, self.offset, self.length, self.expires_ns, self.tick,
-            _KIND_VALUE, self.retention, self.flags, 0,
+            KIND_VALUE, self.retention, self.flags, 0,
         )  # fmt: skip
 
 

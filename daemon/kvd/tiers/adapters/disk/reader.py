@@ -29,6 +29,7 @@ from kvd.tiers.adapters.disk.format import (
     FLAG_INLINE,
     FLAG_NO_CHECKSUM,
     INLINE_MAX,
+    KIND_VALUE,
     PAGE,
     ExtentHeader,
     extent_bytes,
@@ -275,7 +276,8 @@ def _is(header: ExtentHeader, region: Region, offset: int, identity: Identity, l
     """Whether the header is the one of this very extent, and agrees with itself on where the payload lies."""
     inline = bool(header.flags & FLAG_INLINE)
     return (
-        header.region == region.sequence
+        header.kind == KIND_VALUE
+        and header.region == region.sequence
         and header.nonce == region.nonce
         and header.offset == offset
         and header.identity == identity

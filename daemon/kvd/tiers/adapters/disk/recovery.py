@@ -33,7 +33,7 @@ from kvd.tiers.adapters.disk.format import (
 )
 from kvd.tiers.adapters.disk.index import MAX_REGION_BYTES, pack
 from kvd.tiers.adapters.disk.recency import Recency
-from kvd.tiers.adapters.disk.region import Region, State
+from kvd.tiers.adapters.disk.region import Pending, Region, State
 from kvd.tiers.adapters.disk.scan import Scan, Source, entry_of, scan_region
 from kvd.tiers.adapters.disk.storage import Storage, read_fully
 
@@ -122,9 +122,12 @@ def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     region.writes = int(scan.data_end > scan.indexed_end)
     region.pages = scan.full_pages
     region.covered = scan.covered
-    # What is in no full index page yet: it is listed again, in the page that recovery may have found partial.
-    later = [entry_of(row) for row in scan.indexed[scan.indexed["offset"] >= scan.covered].tolist()] + scan.walked
-    region.restore_pending(sorted((entry for entry in later if entry.offset >= scan.covered), key=lambda entry: entry.offset))
+    # What is in no full index page yet is listed again: in the page that was found partial, or in a new one.
+    known = [entry_of(row) for row in scan.indexed[scan.indexed["offset"] >= scan.covered].tolist()]
+    pending = [Pending(entry.pack(), entry.offset, scan.indexed_epoch) for entry in known]
+    walked = zip(scan.walked, scan.epochs, strict=True)
+    pending += [Pending(entry.pack(), entry.offset, epoch) for entry, epoch in walked if entry.offset >= scan.covered]
+    region.pending = sorted(pending, key=lambda one: one.start)
     return region
 
 

@@ -10,10 +10,12 @@ pages), which belong to the one thread that has set `busy`. A thread that does I
 descriptor cannot be closed under it.
 """
 
+import mmap
 import threading
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from kvd.store.identity import Identity
 from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, PAGE, IndexEntry, IndexPage, index_pages
@@ -32,6 +34,15 @@ class State(Enum):
     """Full or given up for writing; readable."""
     GONE = "gone"
     """Evicted; its entries are out of the index. The file lives on while readers have it pinned."""
+
+
+class Pending(NamedTuple):
+    """An extent that waits for its index page."""
+
+    packed: bytes
+    """Its index entry."""
+    start: int
+    epoch: int
 
 
 @dataclass(eq=False, slots=True)
@@ -56,10 +67,8 @@ class Region:
     """Full index pages on disk."""
     covered: int = PAGE
     """Where the range of the next index page begins."""
-    pending: list[bytes] = field(default_factory=list)
-    """Packed index entries that are in no full page yet."""
-    starts: list[int] = field(default_factory=list)
-    """Offsets of the extents in `pending`."""
+    pending: list[Pending] = field(default_factory=list)
+    """Extents that are in no full index page yet."""
     partial_written: int = 0
     """Entries of the partial page as last written."""
     indexed_end: int = PAGE
@@ -106,8 +115,7 @@ class Region:
 
     def appended(self, entries: list[IndexEntry], end: int) -> None:
         """Extents were written up to `end`. The owner of `busy` only."""
-        self.pending.extend(entry.pack() for entry in entries)
-        self.starts.extend(entry.offset for entry in entries)
+        self.pending.extend(Pending(entry.pack(), entry.offset, self.epoch) for entry in entries)
         self.data_end = end
 
     def write_index(self, io: Storage, *, partial: bool) -> None:
@@ -124,7 +132,6 @@ class Region:
             self.covered = stop
             self.partial_written = 0
             del self.pending[:count]
-            del self.starts[:count]
         late = limit - self.indexed_end >= WALK_BYTES_MAX
         if (partial or late) and count > self.partial_written:
             self._write_page(io, count, self._end_of(count))
@@ -139,25 +146,20 @@ class Region:
 
     def _end_of(self, count: int) -> int:
         """Where the first `count` pending extents end."""
-        return self.starts[count] if count < len(self.starts) else self.data_end
+        return self.pending[count].start if count < len(self.pending) else self.data_end
 
     def _write_page(self, io: Storage, count: int, stop: int) -> None:
+        # The page has the epoch of its last extent, so that what follows it in the file is judged by that.
+        listed = self.pending[:count]
         page = IndexPage(
-            self.sequence, self.nonce, self.pages, self.epoch, self.covered, stop, b"".join(self.pending[:count])
+            self.sequence, self.nonce, self.pages, listed[-1].epoch, self.covered, stop, b"".join(one.packed for one in listed)
         ).pack()
         write_fully(io, self.fd, [aligned_page(page)], self.size - (self.pages + 1) * PAGE)
         self.indexed_end = stop
 
-    def restore_pending(self, entries: list[IndexEntry]) -> None:
-        """Set what recovery found after the last full index page, so that appending can go on."""
-        self.pending = [entry.pack() for entry in entries]
-        self.starts = [entry.offset for entry in entries]
-
 
 def aligned_page(page: bytes) -> memoryview:
     """A copy of `page` in memory that O_DIRECT accepts."""
-    import mmap
-
     view = memoryview(mmap.mmap(-1, PAGE))
     view[:] = page
     return view

@@ -23,6 +23,7 @@ from kvd.tiers.adapters.disk.format import (
     EXTENT_HEADER_BYTES,
     FLAG_INLINE,
     FLAG_NO_CHECKSUM,
+    KIND_VALUE,
     PAGE,
     ExtentHeader,
     IndexEntry,
@@ -56,6 +57,10 @@ class Scan:
     """Entries found in index pages (dtype ENTRY_DTYPE)."""
     walked: list[IndexEntry] = field(default_factory=list)
     """Entries found by walking headers."""
+    epochs: list[int] = field(default_factory=list)
+    """The epochs of those."""
+    indexed_epoch: int = 0
+    """The epoch of the last extent that an index page lists."""
     data_end: int = PAGE
     indexed_end: int = PAGE
     """Where the extents listed in index pages end."""
@@ -109,7 +114,7 @@ def scan_region(io: Storage, source: Source, pool: BufferPool) -> Scan:
         at = page.covers_to
         if page.count == ENTRIES_PER_PAGE:
             scan.full_pages, scan.covered = page.number + 1, at
-    scan.indexed_end = at
+    scan.indexed_end, scan.indexed_epoch = at, scan.epoch
     scan.indexed = _sound(np.frombuffer(b"".join(blocks), ENTRY_DTYPE), source)
     scan.data_end = _walk(io, source, scan, pool, at, source.size)
     return scan
@@ -159,7 +164,7 @@ def _sound(rows: NDArray[np.void], source: Source) -> NDArray[np.void]:
     """The rows that name an extent inside the file (all of them, unless the writer had a fault)."""
     offset, length = rows["offset"], rows["length"]
     good = (offset >= PAGE) & (offset < source.size) & (offset % PAGE == 0) & (length < source.size)
-    good &= (rows["kind"] == 1) & (rows["retention"] <= 3) & (offset + length < source.size)
+    good &= (rows["kind"] == KIND_VALUE) & (rows["retention"] <= 3) & (offset + length < source.size)
     return rows if good.all() else rows[good]
 
 
@@ -182,10 +187,13 @@ def _walk(io: Storage, source: Source, scan: Scan, pool: BufferPool, start: int,
             if at + size > stop:
                 break
             entry = header.entry(0)
-            if verify_payload(io, source, entry, pool) is False:
+            if header.kind != KIND_VALUE:
+                pass
+            elif verify_payload(io, source, entry, pool) is False:
                 scan.torn += 1
             else:
                 scan.walked.append(entry)
+                scan.epochs.append(header.epoch)
             scan.epoch = max(scan.epoch, header.epoch)
             at += size
     return at
@@ -225,7 +233,8 @@ def verify_payload(io: Storage, source: Source, entry: IndexEntry, pool: BufferP
 
 def _same(header: ExtentHeader, source: Source, entry: IndexEntry) -> bool:
     return (
-        (header.region, header.nonce, header.offset) == (source.sequence, source.nonce, entry.offset)
+        header.kind == KIND_VALUE
+        and (header.region, header.nonce, header.offset) == (source.sequence, source.nonce, entry.offset)
         and header.identity == entry.identity
         and header.length == entry.length
         and header.sequence == entry.sequence
