@@ -2,9 +2,9 @@
 
     facts  = collect_host(paths=["/nvme/kvd"])        # looks at this host, bounded by `deadline_s`
     report = judge(facts)                             # pure
-    why    = direct_reason("/nvme/kvd")               # one line, '' when GPU-direct is possible; no command is run
+    why    = direct_reason("/nvme/kvd")               # one line, '' when GPU-direct is possible; no process is started
 
-`direct_reason` is cheap (file reads only, a few milliseconds) and meant for a log line at start-up.
+`direct_reason` is cheap (reads of the kernel's own files, a few milliseconds) and meant for a log line at start-up.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,19 +89,25 @@ def first_fault(report: Report, need: str) -> str:
 def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
     """One line why a file in `path` cannot move between GPU and disk directly, '' when nothing stands against it.
 
-    No command is run and no probe file is made unless `facts` from a fuller look are handed in.
+    Cheap: no process is started and nothing is opened on the path itself, unless `facts` from a fuller look are handed in.
     """
-    facts = facts or collect_host(root, [path], run_tools=False, deadline_s=2.0)
-    report = judge(facts)
+    report = judge(facts or _quick(root, path))
     if report.verdict == "no-gpu":
         return "no AMD or NVIDIA GPU on this host (gpu.present)"
     return first_fault(report, "R")
 
 
 def posix_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
-    """One line why the POSIX tier cannot use `path`, '' when it can."""
-    facts = facts or collect_host(root, [path], run_tools=False, deadline_s=2.0)
+    """One line why the POSIX tier cannot use `path`, '' when it can: the path is opened, in a child that may hang."""
+    facts = facts or collect_host(root, [path], run_tools=False, deadline_s=6.0)
     return first_fault(judge(facts, only=["storage", "limits"]), "P")
+
+
+def _quick(root: str | Path, path: str) -> Facts:
+    from kvdoctor.collect.host import collect
+    from kvdoctor.collect.source import Source
+
+    return collect(Source(root, run_tools=False, deadline_s=2.0), paths=[path], quick=True)
 
 
 def warnings(report: Report) -> list[str]:

@@ -66,6 +66,8 @@ class Gpu:
     p2pmem: int | None = None
     """Bytes registered for peer DMA (p2pmem/size); None where the directory is absent."""
     virtual_function: bool = False
+    virtualization: str = ""
+    """What the vendor's library says: guest (a virtual function), passthrough, host, baremetal; '' where it was not asked."""
     bar0: int | None = None
     iommu: str = ""
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from kvdoctor import api
-from kvdoctor.facts import Facts, Gpu
+from kvdoctor.facts import Facts, Gpu, KvPath
+from kvdoctor.prove import gpu as gpu_proof
+from kvdoctor.prove import prove
 from kvdoctor.results import Report, Result
 from tests.support.processes import SCRIPTS, Ran, wait_until
 
@@ -224,12 +226,39 @@ def test_an_engine_that_cannot_cache(engine: Callable[..., int], tmp_path: Path)
     assert "prefix caching is off" in mine.observed
 
 
-def test_prove_moves_real_bytes_and_cleans_up(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    report = cli("kvdoctor", "--prove", "--json", "--path", tmp_path, "--only", "storage.selfcheck", timeout_s=60).json()
-    result = report["results"][0]
-    assert result["status"] in ("pass", "warn"), result
-    assert "write " in result["observed"]
-    assert "read " in result["observed"]
+def test_prove_moves_real_bytes_and_cleans_up(tmp_path: Path) -> None:
+    facts = api.collect_host(paths=[str(tmp_path)], run_tools=False)
+    prove(facts, size=64 << 20)
+    proof = facts.paths[0].proof
+    assert proof is not None
+    assert (proof.error, proof.same) == ("", True)
+    assert proof.bytes >= 16 << 20
+    assert proof.write_bytes_per_s
+    assert proof.read_bytes_per_s
+    result = api.judge(facts, only=["storage.selfcheck"]).results[0]
+    assert result.status == ("pass" if proof.direct else "warn")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prove_on_the_command_line(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    report = cli("kvdoctor", "--prove", "--json", "--path", tmp_path / "file", "--only", "storage.selfcheck").json()
+    assert report["results"][0]["status"] == "fail"
+    assert "Not a directory" in report["results"][0]["observed"]
+
+
+@pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="needs an NVIDIA GPU")
+def test_prove_gpu_direct(cli: Callable[..., Ran], tmp_path: Path) -> None:
+    report = cli("kvdoctor", "--prove", "--json", "--path", tmp_path, "--only", "ais.proof", timeout_s=90).json()
+    assert report["results"][0]["status"] in ("pass", "fail", "skip"), report
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_library_the_gpu_proof_is_skipped_and_says_so(tmp_path: Path) -> None:
+    path = KvPath(path=str(tmp_path), exists=True, is_dir=True, writable=True)
+    found = gpu_proof(path, "hipfile", [], {})
+    assert found.step == "load"
+    assert "libhipfile.so" in found.error
     assert list(tmp_path.iterdir()) == []
 
 

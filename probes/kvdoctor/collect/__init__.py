@@ -8,5 +8,6 @@ rocm         ROCm, HIP, hipFile                            nvidia   GPUDirect St
 storage      mounts, block stacks, journal, direct I/O     limits   shm, memlock, open files, cgroup memory
 engines      vLLM, LMCache, kvd, console scripts           segments pool and stats segments in shared memory
 host         `collect`: all of it, in order                pathprobe  system calls on a KV path, run as a child
+smi_library  amdsmi and NVML, asked in a child
 proof_disk   real direct I/O, run as a child by --prove    proof_gpu  the same between GPU memory and a file
 """

@@ -85,8 +85,8 @@ def _dkms(source: Source, found: AmdDriver) -> None:
         found.dkms_failed = parse.build_failure(text)
     else:
         found.dkms = _dkms_tree(source)
-    for name in ("dkms-build.out", "dkms-autoinstall.out", "dkms-build.err", "make.log", "dkms.log", "apt.log", "dpkg.log"):
-        found.dkms_failed = found.dkms_failed or parse.build_failure(source.captured(name) or "")
+    for text in source.command_texts(r"dkms|make|apt|dpkg|yum|dnf").values():
+        found.dkms_failed = found.dkms_failed or parse.build_failure(text)
 
 
 def _dkms_tree(source: Source) -> list[DkmsEntry] | None:

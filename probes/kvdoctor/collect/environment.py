@@ -17,7 +17,8 @@ _CGROUP = re.compile(r"docker|kubepods|libpod|lxc|containerd")
 def collect_environment(source: Source, env: dict[str, str], context: str) -> Environment:
     """Where this runs. `context` is a capture's own word about it (host-root, container-root)."""
     found = Environment()
-    strong = _container(source, env, found.container_markers)
+    # Below a foreign root the environment is this container's, not the host's.
+    strong = _container(source, {} if source.live and source.root else env, found.container_markers)
     found.in_container = strong or context == "container-root"
     if context == "container-root":
         found.container_markers.append("captured in a container")
@@ -45,7 +46,7 @@ def _container(source: Source, env: dict[str, str], markers: list[str]) -> bool:
     if named := _CGROUP.search(group):
         markers.append(f"/proc/1/cgroup names {named[0]}")
         strong = True
-    root = mount_of("/", parse_mountinfo(source.read("/proc/self/mountinfo") or ""))
+    root = mount_of("/", parse_mountinfo(source.mount_table()))
     if root and root.fstype == "overlay":
         markers.append("the root file system is an overlay")
         strong = True
@@ -67,8 +68,12 @@ def _privileges(source: Source, found: Environment) -> None:
 
 def _virtual_machine(source: Source) -> str:
     """What says that this is a virtual machine, or ''."""
-    vendor = source.word("/sys/class/dmi/id/sys_vendor") or ""
-    product = source.word("/sys/class/dmi/id/product_name") or ""
+    dmi = next((folder for folder in ("/sys/class/dmi/id", "/sys/devices/virtual/dmi/id") if source.is_folder(folder)), "")
+    vendor = source.word(f"{dmi}/sys_vendor") or ""
+    product = source.word(f"{dmi}/product_name") or ""
+    detected = (source.captured("systemd-detect-virt.out") or source.captured("systemd-detect-virt-v.out") or "").strip()
+    if re.fullmatch(r"kvm|qemu|vmware|xen|microsoft|oracle|amazon|google|bochs|parallels|bhyve|apple", detected):
+        return f"systemd-detect-virt says {detected}"
     if re.search(
         r"QEMU|KVM|VMware|innotek|Xen|Amazon EC2|Google|Microsoft Corporation.*Virtual|OpenStack|Bochs", f"{vendor} {product}"
     ):

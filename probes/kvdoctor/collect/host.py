@@ -1,9 +1,12 @@
 """`collect`: all collectors over one source, commands started first so that they run beside the file reads."""
 
 import errno
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvdoctor.collect import driver, engines, environment, gpu, kernel, limits, nvidia, rocm, segments, storage
@@ -25,13 +28,15 @@ def collect(
     case: dict[str, Any] | None = None,
     with_ais_check: bool = False,
     want: int | None = None,
+    quick: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Facts:
     """Facts of the host behind `source`.
 
     `paths` are the KV folders to judge; not given, they come from the capture (`case`), the environment, a running kvd, or
     else the current directory. `want` is how many bytes each should hold (a running kvd's own paths: its
-    --long-bytes). Never raises for a fact it cannot learn.
+    --long-bytes). `quick` reads files of the kernel only: no child process, no other process, no segment, nothing on the path
+    itself. Never raises for a fact it cannot learn.
     """
     started = time.monotonic()
     say = progress or (lambda _: None)
@@ -41,11 +46,12 @@ def collect(
     facts.files_captured = source.is_folder("/proc") or source.is_folder("/sys")
     facts.env = _environ(source, case)
     say("processes")
-    scanned = _scan(source)
+    scanned = {} if quick else _scan(source)
     running = engines.daemons(scanned)
     arena, group = engines.arena_and_group(running, facts.env)
     chosen = choose_paths(paths, case, facts.env, list(dict.fromkeys(path for daemon in running for path in daemon.paths)))
-    storage.start_probe(source, [path for path, _ in chosen], write=True)
+    if not quick:
+        storage.start_probe(source, [path for path, _ in chosen], write=True)
     say("GPUs")
     facts.pci_captured = source.is_folder("/sys/bus/pci")
     facts.gpus = gpu.collect_gpus(source)
@@ -76,8 +82,9 @@ def collect(
     say("limits")
     facts.limits = limits.collect_limits(source, capabilities=facts.environment.capabilities, daemon_group=group, arena=arena)
     facts.engines = engines.collect_engines(source, scanned)
-    facts.scripts = engines.collect_scripts(source)
-    facts.segments = segments.collect_segments(source)
+    if not quick:
+        facts.scripts = engines.collect_scripts(source)
+        facts.segments = segments.collect_segments(source)
     say("tools")
     _gather_tools(source, facts)
     facts.denied = dict(source.denied)
@@ -128,6 +135,7 @@ def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:
     if facts.amd:
         driver.start_tools(source, release)
         source.start("amd-smi", SMI_TOOLS["amd-smi"])
+        _start_library(source, "amd", "amdsmi", "/opt/rocm/share/amd_smi/amdsmi")
         if not os.access("/dev/kmsg", os.R_OK) or os.geteuid() != 0:
             source.start("journal", ["journalctl", "-k", "-b", "-o", "short-monotonic", "--no-pager", "-q"])
             source.start("dmesg", ["dmesg"])
@@ -135,7 +143,33 @@ def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:
             source.start("ais-check", ["ais-check"], deadline_s=10.0)
     if facts.nvidia_gpus:
         source.start("nvidia-smi", SMI_TOOLS["nvidia-smi"])
+        _start_library(source, "nvidia", "pynvml", "")
         nvidia.start_tools(source)
+
+
+def _start_library(source: Source, vendor: str, module: str, folder: str) -> None:
+    """Begin asking the vendor's library, in a child, where it is installed."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is not None or (folder and source.is_folder(folder)):
+        script = str(Path(__file__).with_name("smi_library.py"))
+        source.start(f"library-{vendor}", [sys.executable, "-I", script, vendor])
+
+
+def _library(source: Source, facts: Facts, vendor: str) -> None:
+    """Names and virtualization of GPUs, from the last line of JSON the child printed."""
+    run = source.answer(f"library-{vendor}")
+    answer: Any = None
+    for line in run.out.splitlines() if run and run.answered else []:
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            continue
+    rows = answer.get("gpus") if isinstance(answer, dict) else None
+    for row in rows if isinstance(rows, list) else []:
+        for card in facts.gpus:
+            if isinstance(row, dict) and row.get("bdf") == card.bdf:
+                card.name, card.virtualization = str(row.get("name", "")), str(row.get("virtualization", ""))
 
 
 def _gather_tools(source: Source, facts: Facts) -> None:
@@ -143,6 +177,8 @@ def _gather_tools(source: Source, facts: Facts) -> None:
     for key in ("amd-smi", "rocm-smi", "rocminfo", "nvidia-smi"):
         if run := source.answer(key):
             facts.tools[key] = run
+    for vendor in ("amd", "nvidia"):
+        _library(source, facts, vendor)
     if run := source.answer("ais-check"):
         facts.tools["ais-check"] = run
         if run.answered:
@@ -158,7 +194,8 @@ def _device_access(source: Source, facts: Facts) -> dict[str, str] | None:
         nodes = ["/dev/kfd", *(f"/dev/dri/{name}" for name in source.names("/dev/dri") if name.startswith("renderD"))]
         return {node: _access(source.host_path(node)) for node in nodes}
 
-    if source.live and not facts.amd:
+    # A foreign root that was mounted without its /dev says nothing about device nodes.
+    if source.live and (not facts.amd or (source.root and not source.is_folder("/dev"))):
         return None
     answer = source.value("devices", ask)
     return {str(node): str(state) for node, state in answer.items()} if isinstance(answer, dict) else None

@@ -9,7 +9,7 @@ import re
 
 from kvdoctor.collect.gpu import DEVICES
 from kvdoctor.collect.source import Source
-from kvdoctor.facts import Kernel, KernelLog
+from kvdoctor.facts import Kernel, KernelLog, ToolRun
 from kvdoctor.parse import klog, pci
 from kvdoctor.parse.gds import gdscheck_kernel
 
@@ -29,11 +29,11 @@ OPTIONS = ("CONFIG_PCI_P2PDMA", "CONFIG_ZONE_DEVICE", "CONFIG_DMABUF_MOVE_NOTIFY
 def release(source: Source) -> str:
     """`uname -r` of the host."""
     if source.live:
+        # A foreign root with its own /proc says it itself; else it shares this kernel.
+        running = (source.word("/proc/sys/kernel/osrelease") if source.root else None) or os.uname().release
         if source.recorder:
-            from kvdoctor.facts import ToolRun
-
-            source.recorder.tool(ToolRun(key="uname-r", out=os.uname().release + "\n"))
-        return os.uname().release
+            source.recorder.tool(ToolRun(key="uname-r", out=running + "\n"))
+        return running
     run = source.answer("uname-r")
     if run and run.out.strip():
         return run.out.split()[0]
@@ -157,8 +157,6 @@ def collect_log(source: Source) -> KernelLog | None:
         return None
     log = klog.parse_kernel_log(body, source=name, whole=whole)
     if source.recorder:
-        from kvdoctor.facts import ToolRun
-
         kept = [line for line in body.splitlines() if re.search(r"amdgpu|AIS|ecure ?boot|rejected|nvidia", line)]
         source.recorder.tool(ToolRun(key="dmesg", out="\n".join(kept) + "\n"))
         source.recorder.value("log", {"whole": log.whole, "source": name})

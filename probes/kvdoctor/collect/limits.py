@@ -55,7 +55,7 @@ def _shm(source: Source, found: Limits) -> None:
         size = parse_df_shm(source.captured(name) or "")
         if size is not None:
             known.append((size, name))
-    mount = mount_of(SHM, parse_mountinfo(source.read("/proc/self/mountinfo") or ""))
+    mount = mount_of(SHM, parse_mountinfo(source.mount_table()))
     if mount and mount.point == SHM and (size := mount_size(mount.super_options)) is not None:
         known.append((size, "mountinfo size="))
     if known:

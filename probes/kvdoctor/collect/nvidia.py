@@ -83,3 +83,6 @@ def _gdscheck(source: Source, found: Nvidia) -> None:
         found.open_source = "gdscheck"
     if not found.fs_version and (text := found.gdscheck.get("nvidia_fs version")):
         found.fs_version = text.split()[0]
+        if found.fs_loaded is None and not source.whole:
+            # No list of modules was captured: gdscheck reads this version from the loaded module.
+            found.fs_loaded = True

@@ -17,6 +17,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -252,6 +253,11 @@ class Source:
         if self.recorder:
             self.recorder.denied(path, self.denied[path])
 
+    def mount_table(self) -> str:
+        """mountinfo of the host: below a foreign root that of its first process, because "self" is still this one."""
+        text = self.read("/proc/1/mountinfo") if self.live and self.root else None
+        return text or self.read("/proc/self/mountinfo") or ""
+
     # Commands and system calls
 
     def start(self, key: str, argv: list[str], *, deadline_s: float | None = None) -> None:
@@ -313,6 +319,13 @@ class Source:
         if text is not None and self.recorder:
             self.recorder.command_file(name, text)
         return text
+
+    def command_texts(self, pattern: str) -> dict[str, str]:
+        """Files of a capture's cmd/ folder whose names match `pattern`, name -> text; nothing on a live host."""
+        if self.commands is None or not self.commands.is_dir():
+            return {}
+        names = sorted(path.name for path in self.commands.iterdir() if re.search(pattern, path.name))
+        return {name: text for name in names if (text := self.captured(name)) is not None}
 
     def value(self, key: str, ask: Callable[[], Any]) -> Any:
         """The answer of a system call as a JSON value: `ask()` on this machine, KEY.json in a capture, None where neither."""

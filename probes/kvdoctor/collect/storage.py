@@ -35,7 +35,7 @@ def start_probe(source: Source, paths: list[str], *, write: bool) -> None:
 
 def collect_paths(source: Source, paths: list[tuple[str, str]], want: dict[str, int | None] | None = None) -> list[KvPath]:
     """Facts of each (path, where it comes from); `want` is how many bytes a path is to hold."""
-    mounts = parse_mountinfo(source.read("/proc/self/mountinfo") or "")
+    mounts = parse_mountinfo(source.mount_table())
     probed = _probed(source, [path for path, _ in paths])
     found = []
     for path, origin in paths:

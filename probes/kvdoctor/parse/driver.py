@@ -4,6 +4,7 @@
 full listing is read, and an absent field is an empty string.
 """
 
+import importlib
 import lzma
 import re
 import struct
@@ -64,7 +65,9 @@ def _module(fields: dict[str, str], filename: str = "") -> ModuleFile:
 
 
 def unpack_module(data: bytes) -> bytes | None:
-    """The ELF image of a .ko, .ko.xz or .ko.gz; None where it is packed otherwise (.zst needs a library) or damaged."""
+    """The ELF image of a .ko, .ko.xz, .ko.gz or (with a library that reads it) .ko.zst; None where that fails."""
+    if data[:4] == b"\x28\xb5\x2f\xfd":
+        return _unpack_zstd(data)
     try:
         if data[:6] == b"\xfd7zXZ\0":
             return lzma.decompress(data)
@@ -73,6 +76,23 @@ def unpack_module(data: bytes) -> bytes | None:
     except (lzma.LZMAError, zlib.error, EOFError):
         return None
     return data if data[:4] == b"\x7fELF" else None
+
+
+def _unpack_zstd(data: bytes) -> bytes | None:
+    """Ubuntu's modules are .ko.zst, which Python before 3.14 reads only with the zstandard package."""
+    for name in ("compression.zstd", "zstandard"):
+        try:
+            library = importlib.import_module(name)
+        except ImportError:
+            continue
+        try:
+            unpacked = (
+                library.decompress(data) if name != "zstandard" else library.ZstdDecompressor().decompressobj().decompress(data)
+            )
+        except (library.ZstdError, ValueError, EOFError):
+            return None
+        return bytes(unpacked)
+    return None
 
 
 def parse_module_elf(image: bytes, filename: str = "") -> ModuleFile | None:

@@ -151,10 +151,13 @@ def has_amd(facts: Facts) -> bool:
 
 
 def has_nvidia(facts: Facts) -> bool:
-    """NVIDIA by PCI, or, where a capture holds no PCI tree, by its own tools' output."""
+    """NVIDIA by PCI, or, where a capture holds no PCI tree, by its driver's files and tools."""
     if facts.nvidia_gpus:
         return True
-    return not facts.gpus and (facts.nvidia.gdscheck is not None or facts.nvidia.cufile_error is not None)
+    here = facts.nvidia
+    traces = (here.gdscheck is not None, here.cufile_error is not None, bool(here.driver_version), here.regkeys is not None)
+    installed = bool(here.cufile) or here.fs_loaded is True
+    return facts.partial and not facts.gpus and not facts.pci_captured and (any(traces) or installed)
 
 
 def gpu_unjudged(facts: Facts) -> bool:
@@ -225,6 +228,8 @@ def _tool_text(facts: Facts, key: str) -> str:
 
 def smi_name(facts: Facts, gpu: Gpu) -> str:
     """amd-smi's market name of a GPU; with one GPU in the table it is that one, whatever address the guest shows."""
+    if gpu.name:
+        return gpu.name
     names = smi_names(_tool_text(facts, "amd-smi"))
     if gpu.bdf in names:
         return names[gpu.bdf]
@@ -235,6 +240,10 @@ def vf_reason(facts: Facts, gpu: Gpu) -> str:
     """Why a GPU is a virtual function, or ''. A whole GPU passed through to a guest is none."""
     if gpu.virtual_function:
         return "its PCI function has a physfn link"
+    if gpu.virtualization == "guest":
+        return "its driver says it is a guest"
+    if gpu.virtualization == "passthrough":
+        return ""
     name = smi_name(facts, gpu)
     if name.endswith(" VF"):
         return f"amd-smi calls it {name}"

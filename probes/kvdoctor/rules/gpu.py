@@ -28,7 +28,7 @@ VENDOR_NAMES = {"1002": "AMD", "10de": "NVIDIA"}
 def present(facts: Facts) -> Result:
     """An AMD or NVIDIA GPU on the PCI bus (classes 0300, 0302, 0380, 1200). None: every GPU check is skipped."""
     if facts.gpus:
-        names = [f"{VENDOR_NAMES.get(gpu.vendor, 'GPU')} {gpu.device} at {gpu.bdf}" for gpu in facts.gpus[:4]]
+        names = [f"{gpu.name or VENDOR_NAMES.get(gpu.vendor, 'GPU') + ' ' + gpu.device} at {gpu.bdf}" for gpu in facts.gpus[:4]]
         more = f" and {len(facts.gpus) - 4} more" if len(facts.gpus) > 4 else ""
         return result("pass", ", ".join(names) + more, evidence=[file_evidence(DEVICES)])
     if has_amd(facts) or has_nvidia(facts):
