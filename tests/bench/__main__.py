@@ -1,7 +1,7 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, arena, control, disk, gate, kvtop, ttft
+    --only NAME    this measurement (repeatable): startup, arena, control, disk, kvtop, gate, ttft
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from tests.bench import report
 from tests.bench.measure import Result
 from tests.support.daemon import Daemon
-
 
 MEASUREMENTS = ("startup", "arena", "control", "disk", "kvtop", "gate", "ttft")
 """Modules of this folder, in the order they run."""
