@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from kvd.service import rounds
 from kvd.service.faults import fault
 from kvd.service.gather import Gathering
 from kvd.service.server import Connection
 from kvd.store.extents import PAGE
-from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES
 from kvd.store.index import Slots
 from kvd.store.leases import Lent as LentExtent
 from kvd.store.retention import Retention
@@ -424,19 +424,10 @@ class Operations:
         return p.Count(m.id, int(held.sum()))
 
     def clear(self, link: Connection, m: p.Clear) -> RESULT:
-        namespace = m.namespace or None
-        if m.arena_only or not self.tiering.tiers:
-            return p.Count(m.id, self.store.clear(namespace))
-        return self._clear_everywhere(m.id, namespace)
+        return self._cleared(m)
 
-    async def _clear_everywhere(self, number: int, namespace: bytes | None) -> p.Answer:
-        index = self.store.index
-        space = index.spaces.get(namespace) if namespace is not None else None
-        if namespace is not None and space is None:
-            return p.Count(number, await self.tiering.clear(namespace))
-        in_arena = [self.store.identity_of(slot) for slot in index.live_slots(space)]
-        self.store.clear(namespace)
-        return p.Count(number, await self.tiering.clear(namespace, arena=in_arena))
+    async def _cleared(self, m: p.Clear) -> p.Answer:
+        return p.Count(m.id, await rounds.clear(self.store, self.tiering, m.namespace or None, arena_only=m.arena_only))
 
     async def _flush(self, m: p.Flush) -> p.Answer:
         try:
@@ -452,26 +443,7 @@ class Operations:
         return p.Info(m.id, self.info())
 
     def keys(self, link: Connection, m: p.Keys) -> RESULT:
-        limit = max(1, min(m.limit, 10000))
-        store, index = self.store, self.store.index
-        space = index.spaces.get(m.namespace) if m.namespace else None
-        slots = [] if m.namespace and space is None else list(index.live_slots(space))
-        rows = [(store.identity_of(s), index.length_of[s], index.klass_of[s], index.expires_of[s], "arena") for s in slots]
-        for tier in self.tiering.tiers:
-            if tier.adapter.capabilities.enumerate and tier.adapter.capabilities.local_index:
-                rows += [
-                    (i, h.length, int(h.retention), h.expires_ns, tier.name)
-                    for i, h in tier.adapter.enumerate()
-                    if not m.namespace or i[:NAMESPACE_BYTES] == m.namespace
-                ]
-        rows.sort()
-        if m.after:
-            rows = [
-                row
-                for row in rows
-                if (row[0], row[4]) > (m.after[:IDENTITY_BYTES], m.after[IDENTITY_BYTES:].decode(errors="replace"))
-            ]
-        return p.KeyPage(m.id, rows[:limit], len(rows) > limit)
+        return rounds.page(self.store, self.tiering, m)
 
     def where(self, link: Connection, m: p.Where) -> RESULT:
         places: list[list[str]] = [[] for _ in m.keys]

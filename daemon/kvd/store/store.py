@@ -10,13 +10,14 @@ counted as taken). Not thread-safe: the event loop owns it, and no method takes 
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvd.store.arena import Arena
 from kvd.store.extents import PAGE, pages_of
+from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
 from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease
 from kvd.store.retention import NEVER, Retention, expired
@@ -24,6 +25,7 @@ from kvd.store.retention import NEVER, Retention, expired
 LEND_AHEAD_PART = 16
 """At most this part of the arena is lent ahead to one connection, and 64 MiB."""
 LEND_AHEAD_BYTES = 64 << 20
+CLEAR_STEP = 1000
 
 
 @dataclass
@@ -301,14 +303,24 @@ class Store:
 
     def clear(self, namespace: bytes | None = None) -> int:
         """Hide every value (of one namespace)."""
-        space = self.index.spaces.get(namespace) if namespace is not None else None
-        if namespace is not None and space is None:
-            return 0
-        slots = list(self.index.live_slots(space))
-        for slot in slots:
-            self._hide(slot)
-        self.counts.deletes += len(slots)
-        return len(slots)
+        return sum(map(len, self.clearing(namespace)))
+
+    def clearing(self, namespace: bytes | None = None) -> Iterator[list[Identity]]:
+        """The same in steps, each with the identities that it hid: what is put in between stays."""
+        index = self.index
+        spaces = (
+            list(index.spaces.values()) if namespace is None else [index.spaces[namespace]] if namespace in index.spaces else []
+        )
+        for space in spaces:
+            rows = list(space.slots.items())
+            for start in range(0, len(rows), CLEAR_STEP):
+                hidden = []
+                for key, slot in rows[start : start + CLEAR_STEP]:
+                    if index.keys[slot] is key:  # else it left meanwhile, or was put anew
+                        self._hide(slot)
+                        hidden.append(space.name + key)
+                self.counts.deletes += len(hidden)
+                yield hidden
 
     def tick(self) -> None:
         """Periodic work: end what is past its deadline, drop what has expired. Bounded a call."""

@@ -13,7 +13,7 @@ Nothing here waits for a tier on behalf of a key that is in RAM (I5).
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -177,26 +177,33 @@ class Tiering:
             await asyncio.wait(receipts, timeout=timeout_s)
         return len(held)
 
-    async def clear(self, namespace: bytes | None, timeout_s: float = 60.0, *, arena: Iterable[Identity] = ()) -> int:
+    async def clear(
+        self, namespace: bytes | None, timeout_s: float = 60.0, *, arena: AsyncIterator[list[Identity]] | None = None
+    ) -> int:
         """Forget everything (of one namespace) in every tier that can list what it holds.
 
-        Returns how many values that were, counting those of `arena`, which the caller removes, once.
-
-        Look-ups miss it from the first moment: what a reader brought up meanwhile would stay in the arena, cleared or not.
+        `arena` clears the arena, step by step; a value that was there and in tiers counts once. Look-ups miss what is being
+        cleared from the first moment: what a reader brought up meanwhile would stay in the arena, cleared or not.
         """
-        gone = set(arena)
+        gone: set[Identity] = set()
         receipts = []
         self._clearing.append(namespace)
         try:
             for identity, loading in self._loading.items():
                 if self._being_cleared(identity):
                     loading.void = True
+            if arena is not None:
+                async for identities in arena:
+                    gone.update(identities)
             for tier in self.tiers:
                 if not tier.adapter.capabilities.enumerate:
                     continue
                 held = await tier.call(_held, tier.adapter, namespace)
-                gone.update(held)
-                receipts += [tier.erase(held[start : start + ERASE_ITEMS]).done for start in range(0, len(held), ERASE_ITEMS)]
+                for start in range(0, len(held), ERASE_ITEMS):
+                    some = held[start : start + ERASE_ITEMS]
+                    gone.update(some)
+                    receipts.append(tier.erase(some).done)
+                    await asyncio.sleep(0)
         finally:
             self._clearing.remove(namespace)
         if receipts:

@@ -1,0 +1,81 @@
+"""Work over everything that is stored, in small steps: listing it and clearing it.
+
+A daemon may hold millions of values. The event loop does a few thousand of them at a time and serves others in between
+(I5); what only reads, and no columns of the index, is done by a thread.
+"""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from operator import itemgetter
+
+from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
+from kvd.store.store import Store
+from kvd.tiers.adapters.base import Adapter, Hit
+from kvd.tiers.tiering import Tiering
+from kvd.wire import protocol as p
+
+MAX_PAGE = 10000
+
+Row = tuple[bytes, int, int, int, str]
+Snapshot = list[tuple[bytes, list[bytes]]]
+
+
+async def clear(store: Store, tiering: Tiering, namespace: bytes | None, *, arena_only: bool) -> int:
+    """Forget everything (of one namespace), in the arena and, unless `arena_only`, in every tier; how many values."""
+    if arena_only or not tiering.tiers:
+        return sum([len(identities) async for identities in _clear_arena(store, namespace)])
+    return await tiering.clear(namespace, arena=_clear_arena(store, namespace))
+
+
+async def _clear_arena(store: Store, namespace: bytes | None) -> AsyncIterator[list[Identity]]:
+    for identities in store.clearing(namespace):
+        yield identities
+        await asyncio.sleep(0)
+
+
+async def page(store: Store, tiering: Tiering, m: p.Keys) -> p.KeyPage:
+    """The rows after `m.after`, in the order of identity and place, of the arena and of tiers that can list at once."""
+    limit = max(1, min(m.limit, MAX_PAGE))
+    after, place = m.after[:IDENTITY_BYTES], m.after[IDENTITY_BYTES:].decode(errors="replace")
+    loop = asyncio.get_running_loop()
+    found = await loop.run_in_executor(None, _smallest, _snapshot(store, m.namespace, after), after, limit + 2)
+    rows = [row for identity in found if (row := _row(store, identity)) is not None]
+    for tier in tiering.tiers:
+        if tier.adapter.capabilities.enumerate and tier.adapter.capabilities.local_index:
+            held = await tier.call(_smallest_held, tier.adapter, m.namespace, after, limit + 2)
+            rows += [(identity, hit.length, int(hit.retention), hit.expires_ns, tier.name) for identity, hit in held]
+    rows = sorted(row for row in rows if (row[0], row[4]) > (after, place))
+    return p.KeyPage(m.id, rows[:limit], len(rows) > limit)
+
+
+def _snapshot(store: Store, namespace: bytes, after: bytes) -> Snapshot:
+    """The keys of each namespace that has any after that identity: one copy of a dict's keys each, which is quick."""
+    spaces = store.index.spaces
+    names = [namespace] if namespace else sorted(name for name in spaces if name >= after[:NAMESPACE_BYTES])
+    return [(name, list(spaces[name].slots)) for name in names if name in spaces]
+
+
+def _smallest(snapshot: Snapshot, after: bytes, count: int) -> list[Identity]:
+    """The first so many identities from `after` on. Runs on a thread."""
+    found: list[Identity] = []
+    for name, keys in snapshot:
+        floor = after[NAMESPACE_BYTES:] if name == after[:NAMESPACE_BYTES] else b""
+        found += [name + key for key in heapq.nsmallest(count - len(found), (key for key in keys if key >= floor))]
+        if len(found) >= count:
+            break
+    return found
+
+
+def _smallest_held(adapter: Adapter, namespace: bytes, after: bytes, count: int) -> list[tuple[Identity, Hit]]:
+    rows = (row for row in adapter.enumerate() if row[0] >= after and row[0].startswith(namespace))
+    return heapq.nsmallest(count, rows, key=itemgetter(0))
+
+
+def _row(store: Store, identity: Identity) -> Row | None:
+    index = store.index
+    space = index.spaces.get(identity[:NAMESPACE_BYTES])
+    slot = space.slots.get(identity[NAMESPACE_BYTES:]) if space is not None else None
+    if slot is None:
+        return None
+    return identity, index.length_of[slot], index.klass_of[slot], index.expires_of[slot], "arena"
