@@ -92,10 +92,12 @@ class Nursery:
         return int(line), reader, writer
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.process.kill()  # it holds nothing, and may still be importing
         self.process.wait(20)
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()
         shutil.rmtree(self.folder)
 

@@ -47,6 +47,7 @@ class MemoryClient:
 
     def __init__(self) -> None:
         self.values: dict[tuple[bytes, bytes], bytes] = {}
+        self.facts: dict[bytes, bytes] = {}
         self.away = False
         self.full = False
         self.calls: dict[str, int] = {}
@@ -69,6 +70,14 @@ class MemoryClient:
         while length < len(keys) and all((namespace, keys[length]) in self.values for namespace in namespaces):
             length += 1
         return Found(length, b"t" * 16 if length and pin_s else None)
+
+    def get(self, key: bytes, *, namespace: str) -> bytes | None:
+        self._called("get")
+        return self.facts.get(key)
+
+    def put(self, key: bytes, data: bytes, *, namespace: str) -> None:
+        self._called("put")
+        self.facts[key] = data
 
     def exists(self, keys: Sequence[bytes], *, namespace: bytes) -> list[bool]:
         self._called("exists")

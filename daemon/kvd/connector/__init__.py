@@ -9,10 +9,16 @@
     keys          which tokens make a chunk, and its 32-byte key
     groups        cache groups: which blocks of a chunk are stored (sliding windows keep only their tail)
     layout        where the bytes of a block lie, whatever the engine's KV layout
-    mover         the copies
+    mover         the copies in host memory
+    device_mover  the copies for KV memory on a GPU
     fingerprint   what must match for bytes to be reusable: the namespace
+    attach        how a worker gets hold of the engine's memory and of the daemon
+    plugin        the entry point that makes the connector's name known to vLLM
+    prometheus    the counters in vLLM's /metrics
+    mismatch      why an engine finds nothing of what another stored
     link          one connection to the daemon that never makes the engine wait twice
     settings      every KVD_* variable
+    segment       the counters in shared memory, for kvtop and kvdoctor
     metrics       counters, and how they reach vLLM's own metrics
 
 Importing this package costs nothing and touches nothing: the front end, the scheduler and every worker import it afresh.

@@ -6,10 +6,8 @@ the log, and then nothing of this engine is stored: a hit that left one layer ou
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from kvd.connector import fingerprint
 from kvd.connector.groups import Group, Unsupported, groups_of, unit_of
@@ -20,7 +18,7 @@ from kvd.connector.metrics import Counters
 from kvd.connector.mover import HostMover
 from kvd.connector.plan import RankIdentity
 from kvd.connector.settings import Settings
-from kvd.connector.worker import Worker
+from kvd.connector.worker import Mover, Worker
 from kvd.wire.client import Client
 
 logger = logging.getLogger("vllm.kvd")
@@ -69,17 +67,13 @@ class Links:
         return link
 
 
-def links(settings: Settings, counters: Counters) -> Links:
-    """The links of this process; nothing is connected before one is asked for."""
-    return Links(settings, counters)
-
-
 def attach_worker(
     vllm_config: Any,
     kv_cache_config: Any,
     kv_caches: Mapping[str, Any],
     *,
     settings: Settings,
+    links: Links,
     counters: Counters,
     engine_version: str,
     saves: bool,
@@ -88,7 +82,7 @@ def attach_worker(
     try:
         groups = groups_of(kv_cache_config)
         _check_parallelism(vllm_config)
-        buffer, layouts = _layouts(groups, kv_cache_config, kv_caches)
+        storage, device, layouts = find_layouts(groups, kv_cache_config, kv_caches)
     except Unsupported as problem:
         logger.warning("register_kv_caches: %s SKIPS kvd (%s)", *_split(str(problem)))
         return RankIdentity(problem=str(problem)), None
@@ -105,14 +99,13 @@ def attach_worker(
         for group, layout in zip(groups, layouts, strict=True)
     )
     identity = RankIdentity(namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts))
-    made = links(settings, counters)
     # Of ranks that hold the same bytes only the first stores them.
     first = vllm_config.parallel_config.rank % replicas == 0
     worker = Worker(
         namespaces,
-        HostMover(buffer, layouts),
-        save_link=made.save(),
-        load_link=made.load(),
+        make_mover(storage, device, layouts),
+        save_link=links.save(),
+        load_link=links.load(),
         saves=saves and first,
         load_timeout_s=settings.load_timeout_s,
         load_threads=settings.load_threads,
@@ -134,13 +127,23 @@ def _check_parallelism(vllm_config: Any) -> None:
             raise Unsupported(f"context parallelism ({name}) spreads a block's tokens over ranks")
 
 
-def _layouts(
-    groups: tuple[Group, ...], kv_cache_config: Any, kv_caches: Mapping[str, Any]
-) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], list[GroupLayout]]:
-    """All of the cache's memory as bytes, and the layout of each group. Raises Unsupported."""
+def make_mover(storage: Any, device: Any, layouts: Sequence[GroupLayout]) -> Mover:
+    """What copies between this storage and the arena."""
+    if device.type != "cpu":
+        from kvd.connector.device_mover import DeviceMover
+
+        return DeviceMover(storage, device, layouts)
+    import torch
+
+    return HostMover(torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), layouts)
+
+
+def find_layouts(groups: Sequence[Group], kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> tuple[Any, Any, list[GroupLayout]]:
+    """The storage of all caches, its device, and the layout of each group. Raises Unsupported."""
     import torch
 
     storage: Any = None
+    device: Any = None
     layouts = []
     for group in groups:
         views = {}
@@ -148,10 +151,8 @@ def _layouts(
             tensor = kv_caches.get(name)
             if not isinstance(tensor, torch.Tensor):
                 raise Unsupported(f"{name}: its cache is not one tensor of blocks")
-            if tensor.device.type != "cpu":
-                raise Unsupported(f"{name}: its cache is on {tensor.device.type}")
             if storage is None:
-                storage = tensor.untyped_storage()
+                storage, device = tensor.untyped_storage(), tensor.device
             elif tensor.untyped_storage().data_ptr() != storage.data_ptr():
                 raise Unsupported(f"{name}: it lies in a buffer of its own")
             size = tensor.element_size()
@@ -160,8 +161,7 @@ def _layouts(
             )
         _check_placement(views, kv_cache_config)
         layouts.append(group_layout(views, kv_cache_config.num_blocks, storage.nbytes()))
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat.numpy(), layouts
+    return storage, device, layouts
 
 
 def _check_placement(views: Mapping[str, View], kv_cache_config: Any) -> None:
@@ -173,10 +173,9 @@ def _check_placement(views: Mapping[str, View], kv_cache_config: Any) -> None:
                 continue
             ratio = view.shape[0] // kv_cache_config.num_blocks
             said = (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
-            if said != (view.offset, view.strides[0] * ratio):
-                raise Unsupported(
-                    f"{name}: the engine says offset, stride {said}, its tensor {view.offset}, {view.strides[0] * ratio}"
-                )
+            seen = (view.offset, view.strides[0] * ratio)
+            if said != seen:
+                raise Unsupported(f"{name}: the engine says that it lies at {said} (offset, stride), its tensor says {seen}")
 
 
 def _group_facts(group: Group, layout: GroupLayout, kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> dict[str, str]:

@@ -28,12 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvd.connector import prometheus
-from kvd.connector.attach import attach_worker, links
+from kvd.connector.attach import Links, attach_worker
 from kvd.connector.groups import Unsupported, groups_of
-from kvd.connector.link import wait_up
+from kvd.connector.link import Link, wait_up
 from kvd.connector.metrics import Counters
 from kvd.connector.plan import Plan, RankIdentity, Report
 from kvd.connector.scheduler import Scheduler, Step
+from kvd.connector.segment import Publisher
 from kvd.connector.settings import read_settings
 from kvd.connector.worker import Results, Worker
 
@@ -124,6 +125,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         self._identity = RankIdentity(problem="the engine has not registered its cache")
+        self._links = Links(self._settings, self._counters)
+        self._publisher: Publisher | None = None
         self._introduction: dict[int, RankIdentity] = {}
         self._results = Results()
         self._saves = self._settings.save and transfer.kv_role != "kv_consumer"
@@ -142,7 +145,6 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         except Unsupported as problem:
             logger.warning("kvd: nothing will be stored: %s", problem)
             return
-        self._links = links(self._settings, self._counters)
         cache = vllm_config.cache_config
         eagle = any(getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups)
         self._scheduler = Scheduler(
@@ -186,10 +188,25 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             kv_caches,
             settings=self._settings,
+            links=self._links,
             counters=self._counters,
             engine_version=vllm.__version__,
             saves=self._saves,
         )
+        if self._worker is not None:
+            self._publish(str(self._vllm_config.parallel_config.rank), self._links.load(), len(self._identity.namespaces))
+
+    def _publish(self, who: str, link: Link, groups: int) -> None:
+        """Show this process's numbers in shared memory from now on."""
+        if not self._settings.stats or self._publisher is not None:
+            return
+        worker, chunk = self._worker, self._scheduler.chunk if self._scheduler is not None else self._identity.chunk_tokens
+
+        def gauges() -> dict[str, int]:
+            loads = worker.loading if worker is not None else 0
+            return {"daemon_up": int(link.up), "loads_active": loads, "chunk_tokens": chunk, "groups": groups}
+
+        self._publisher = Publisher(f"{os.getpid()}-{who}", self._counters, gauges)
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -281,6 +298,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvd: nothing will be stored: %s", problem)
             return
         wait_up(self._links.lookup(), CONNECT_WAIT_S)
+        self._publish("scheduler", self._links.lookup(), len(self._scheduler.groups))
         logger.info(
             "kvd: ready: chunks of %d tokens, %d ranks, %d cache groups, daemon %s",
             self._scheduler.chunk,
@@ -384,8 +402,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-        if self._scheduler is not None:
-            self._links.close()
+        self._links.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 def _hash_source(algorithm: str) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvd.connector import mismatch
 from kvd.connector.fingerprint import salt_of, salted
 from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
@@ -104,6 +105,8 @@ class _State:
     problem: str = "the workers have not reported yet"
     met: bool = False
     waiting_since: float | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    compared: bool = False
     asked: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
 
 
@@ -156,7 +159,8 @@ class Scheduler:
             problem = f"workers use chunks of {sorted({r.chunk_tokens for r in ranks})} tokens, the scheduler of {self.chunk}"
         # Ranks that hold the same bytes have the same namespaces: asked for once.
         namespaces = tuple(dict.fromkeys(rank.namespaces for rank in ranks))
-        self._state = _State(() if problem else namespaces, problem, met=True)
+        facts = dict(ranks[0].facts) if ranks else {}
+        self._state = _State(() if problem else namespaces, problem, met=True, facts=facts)
         return problem
 
     @property
@@ -197,6 +201,8 @@ class Scheduler:
             return 0
         if not self.active:
             return None if self._wait_for_workers() else 0
+        if not self._state.compared and self._link.up:
+            self._compare()
         tracked = self.arrived(request)
         most = (request.num_tokens - 1) // self.unit * self.unit - self._drop
         if tracked.failed or most <= computed:
@@ -210,6 +216,13 @@ class Scheduler:
             answer = tracked.answer = self._ask(tracked, computed, most, now)
             tracked.stored = range(answer.spans[0].start, answer.spans[-1].end) if answer.spans else range(0)
         return answer.end - computed
+
+    def _compare(self) -> None:
+        """Once, and not before the first request: the seed of the block hashes is known only then."""
+        self._state.compared = True
+        algorithm, seed = self._hash_source()
+        known = {"hash_algorithm": algorithm, "hash_seed": seed[:16], "tenant": self.settings.tenant}
+        mismatch.say(mismatch.compare(self._link, {**self._state.facts, **known}))
 
     def _wait_for_workers(self) -> bool:
         """Under MultiConnector the workers introduce themselves in the first step: the first request waits for that."""

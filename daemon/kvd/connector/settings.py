@@ -53,6 +53,7 @@ SETTINGS = [
     Setting("save_timeout_s", parse_duration, 0.25, ("KVD_SAVE_TIMEOUT",), help="longest that one save may hold up a step"),
     Setting("load_timeout_s", parse_duration, 30.0, ("KVD_LOAD_TIMEOUT",), help="after this a load has failed; it is recomputed"),
     Setting("pin_s", parse_duration, 10.0, ("KVD_PIN",), help="how long a look-up's hits stay pinned while the request waits"),
+    Setting("stats", _switch, True, ("KVD_STATS",), help="publish live numbers in shared memory, for kvtop and kvdoctor"),
     Setting("load_threads", _positive, 2, ("KVD_LOAD_THREADS",), help="requests loaded at the same time, per worker"),
 ]
 
@@ -70,6 +71,7 @@ class Settings:
     save_timeout_s: float
     load_timeout_s: float
     pin_s: float
+    stats: bool
     load_threads: int
     origins: tuple[tuple[str, str], ...] = ()
 

@@ -205,6 +205,11 @@ class Worker:
         report, self._report = self._report, Report()
         return report
 
+    @property
+    def loading(self) -> int:
+        """Requests whose load was started and not reported yet."""
+        return len(self._jobs)
+
     def shutdown(self) -> None:
         """Stop loading; what is on its way ends at its next chunk."""
         for job in list(self._jobs.values()):

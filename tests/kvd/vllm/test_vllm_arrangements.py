@@ -29,7 +29,9 @@ def test_front_end_scheduler_and_worker_in_processes_of_their_own(kvd_daemon: Ma
         assert "daemon connected" in engine.text()
     with daemon.client() as client:
         stats = client.stats()
-    assert stats["set_bytes_total"] == stats["get_bytes_total"] == metrics["vllm:kvd_load_bytes"]
+    # The daemon counts the same bytes, and the few that tell the next engine how this one was set up.
+    assert 0 <= stats["set_bytes_total"] - metrics["vllm:kvd_save_bytes"] < 4096
+    assert stats["get_bytes_total"] == metrics["vllm:kvd_load_bytes"]
     assert stats["leases_active"] == 0
 
 
@@ -48,10 +50,10 @@ def test_two_ranks_hit_together(kvd_daemon: MakeDaemon) -> None:
         engine.ask("reset")
         with daemon.client() as client:
             entry = client.stats()
-            assert entry["entries"] == 8
+            assert entry["entries"] == 8 + 1, "and the engine's facts"
             # One chunk of one rank is gone: neither rank may use its half.
             listed = daemon.run("keys", "--json").json()["keys"]
-            gone = listed[0]
+            gone = max(listed, key=lambda one: one["bytes"])
             client.delete([bytes.fromhex(gone["key"])], namespace=bytes.fromhex(gone["namespace"]))
         again = engine.one(one)
         assert again["cached"] < 992
@@ -129,6 +131,8 @@ def test_another_hash_seed_shares_nothing_and_is_told_apart(kvd_daemon: MakeDaem
         engine.one(one)
     with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "1"}) as engine:
         assert engine.one(one)["cached"] == 0
+        assert "stored under other settings" in engine.text()
+        assert "PYTHONHASHSEED" in engine.text()
     with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "0"}) as engine:
         assert engine.one(one)["cached"] == 992
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvtools.segments.stats import StatsReading, read_stats
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.engine import Engine, model, prompt
 from tests.support.processes import wait_until
@@ -235,6 +236,21 @@ def test_resetting_the_connector_forgets_what_is_stored(setup: Setup) -> None:
     one, _ = setup.stored()
     assert setup.engine.ask("reset", connector=True)
     assert setup.engine.one(one, params={"kvd_retention": "none"})["cached"] == 0
+    setup.engine.ask("reset")
+
+
+def test_its_numbers_are_in_shared_memory(setup: Setup) -> None:
+    def read(who: str) -> StatsReading:
+        return read_stats(f"kvtools.connector.{setup.engine.pid}-{who}")
+
+    one, _ = setup.stored()
+    setup.engine.one(one)
+    counted = setup.engine.metrics()
+    # In-process, scheduler and worker have counters of their own; vLLM's metrics are their sum.
+    wait_until(lambda: read("scheduler").get("hit_tokens_total") == counted["vllm:kvd_hit_tokens"], what="the scheduler's numbers")
+    wait_until(lambda: read("0").get("load_bytes_total") == counted["vllm:kvd_load_bytes"], what="the worker's numbers")
+    assert read("0").alive
+    assert read("0").get("daemon_up") == 1
     setup.engine.ask("reset")
 
 

@@ -1,0 +1,83 @@
+"""The copies for KV memory that lies on a GPU: through one staging buffer on the device, in one transfer a chunk.
+
+Saves run on the stream that computed the blocks, so they see what it wrote, and end before `gather` returns: the engine may
+use the blocks again. Loads run on a stream of their own, on the loading thread, and end before the request is reported.
+Device-neutral torch: CUDA, ROCm and XPU alike; without an accelerator (as in tests) everything is simply in order.
+
+What this is not yet: pinned memory and overlap. A save holds its step up for as long as the transfer takes.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.connector.layout import GroupLayout
+
+
+class DeviceMover:
+    """Copies for an engine whose KV memory is a torch storage on `device`. See HostMover for what the methods promise."""
+
+    def __init__(self, storage: Any, device: Any, layouts: Sequence[GroupLayout]) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = device
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self._lanes = [
+            [torch.as_strided(flat, (layout.blocks, lane.length), (lane.stride, 1), lane.offset) for lane in layout.lanes]
+            for layout in layouts
+        ]
+        self._block_bytes = [layout.block_bytes for layout in layouts]
+
+    def value_bytes(self, group: int, blocks: int) -> int:
+        return self._block_bytes[group] * blocks
+
+    def gather(self, group: int, ids: Sequence[int], into: Any) -> None:
+        torch = self._torch
+        staging = torch.empty(self.value_bytes(group, len(ids)), dtype=torch.uint8, device=self._device)
+        index = torch.tensor(ids, dtype=torch.int64, device=self._device)
+        at = 0
+        for lane in self._lanes[group]:
+            part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
+            torch.index_select(lane, 0, index, out=part)
+            at += part.numel()
+        # To memory that is not pinned: torch waits for the transfer.
+        torch.frombuffer(into, dtype=torch.uint8).copy_(staging)
+
+    def scatter(self, group: int, ids: Sequence[int], source: Any) -> None:
+        torch = self._torch
+        wanted = [place for place, block in enumerate(ids) if block]
+        if not wanted:
+            return
+        with self._own_stream() as stream:
+            staging = _readonly(torch, source).to(self._device)
+            places = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+            index = torch.tensor([ids[place] for place in wanted], dtype=torch.int64, device=self._device)
+            at = 0
+            for lane in self._lanes[group]:
+                part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
+                lane.index_copy_(0, index, part.index_select(0, places))
+                at += part.numel()
+            if stream is not None:
+                stream.synchronize()
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Any:
+        torch = self._torch
+        if self._device.type == "cpu":
+            yield None
+            return
+        stream = torch.Stream(device=self._device)
+        with stream:
+            yield stream
+
+
+def _readonly(torch: Any, source: Any) -> Any:
+    """A host tensor over `source`, which torch only reads. By address: torch warns, process-wide, of read-only buffers."""
+    import ctypes
+
+    import numpy as np
+
+    view = np.frombuffer(source, dtype=np.uint8)
+    writable: Any = (ctypes.c_uint8 * view.size).from_address(view.ctypes.data)
+    return torch.from_numpy(np.frombuffer(writable, dtype=np.uint8))

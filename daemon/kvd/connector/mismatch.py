@@ -1,0 +1,62 @@
+"""Why an engine finds nothing of what another one stored: the facts of the last engine of the same model, compared.
+
+Engines whose facts differ have different namespaces and share nothing, silently and rightly. Each leaves its facts in the
+daemon under its model's name, and the next one says what differs: a hash seed set on one side only costs every hit, and
+nothing else would tell. Facts are small, hold no secrets and no prompt, and are compared, never trusted.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvd.connector.fingerprint import differences
+from kvd.connector.link import Down, Link
+from kvd.errors import KvdError
+
+logger = logging.getLogger("vllm.kvd")
+
+NAMESPACE = "kvd.connector.facts"
+HINTS = {
+    "hash_seed": "set PYTHONHASHSEED to the same value for all engines, or for none",
+    "hash_algorithm": "give all engines one --prefix-caching-hash-algo",
+    "chunk_tokens": "give all engines one KVD_CHUNK_TOKENS, or leave it at auto",
+    "tenant": "KVD_TENANT keeps them apart on purpose",
+}
+
+
+def compare(link: Link, facts: Mapping[str, str]) -> list[str]:
+    """What differs from the last engine of this model, as 'name: mine / theirs' lines; leaves `facts` for the next one."""
+    key = hashlib.sha256(json.dumps([facts.get("weights"), facts.get("model")]).encode()).digest()
+    mine = json.dumps(dict(facts), sort_keys=True).encode()
+
+    def exchange(client: Any) -> bytes | None:
+        found: bytes | None = client.get(key, namespace=NAMESPACE)
+        if found != mine:
+            client.put(key, mine, namespace=NAMESPACE)
+        return found
+
+    try:
+        found = link.call(exchange)
+    except (Down, KvdError) as error:
+        logger.debug("kvd: facts were not compared: %s", error)
+        return []
+    try:
+        theirs = json.loads(found) if found else facts
+    except ValueError:
+        return []
+    if not isinstance(theirs, dict) and theirs is not facts:
+        return []
+    return differences(facts, {str(name): str(value) for name, value in theirs.items()})
+
+
+def say(lines: list[str]) -> None:
+    """The differences in the log, with what to do about those that are seldom meant."""
+    if lines:
+        hints = [hint for name, hint in HINTS.items() if any(line.startswith(f"{name}:") for line in lines)]
+        logger.warning(
+            "kvd: the last engine of this model stored under other settings; this one shares nothing with it (here / there): %s%s",
+            "; ".join(lines),
+            f". To share: {'; '.join(hints)}" if hints else "",
+        )
