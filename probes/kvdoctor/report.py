@@ -79,9 +79,13 @@ def _grouped(report: Report) -> Iterable[str]:
     for check_id in report.roots:
         if check_id == "gpu.present":
             continue
-        for item in report.by_id(check_id):
-            if item.bad and not item.caused_by:
-                yield from _cause(report, item)
+        mine = [item for item in report.by_id(check_id) if item.bad and not item.caused_by]
+        # Twenty stale segments, or eight GPUs with one fault, are one story.
+        shown = mine if len(mine) <= 3 else mine[:2]
+        for item in shown:
+            yield from _cause(report, item)
+        if len(mine) > len(shown):
+            yield f"{'':<{WIDTH + 5}}and {len(mine) - len(shown)} more like it ({check_id}): --verbose shows them"
         told.add(check_id)
     for key, name in GROUPS.items():
         mine = [item for item in report.results if item.group == key]

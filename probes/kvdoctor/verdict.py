@@ -181,8 +181,6 @@ def _deepest(cause: str, results: list[Result]) -> str:
 
 def next_step(report: Report) -> str:
     """The one thing to do now: the fix of the first root cause that has one."""
-    if report.verdict == "no-gpu" and report.posix == "usable":
-        return ""
     for check_id in report.roots:
         if check_id == "gpu.present":
             continue

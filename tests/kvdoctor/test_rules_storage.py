@@ -1,10 +1,12 @@
 """Rules about storage, limits, configuration, kvd, tools and proofs: facts in, answer out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvdoctor.facts import Block, DirectIo, Engine, GpuProof, MdArray, Mount, Proof, SegmentFact, ToolRun
+from kvdoctor.report import lines
 from kvdoctor.verdict import judge
 from tests.kvdoctor.hosts import answer, gpu, host, nvme, path, status
 
@@ -250,6 +252,25 @@ def test_segments_and_daemons() -> None:
     assert "nothing that is asked for was ever stored" in health["kvtools.kvd.a"].observed
     assert "3 values came back damaged" in health["kvtools.kvd.d"].observed
     assert "1 tier is cut off" in health["kvtools.kvd.d"].observed
+
+
+def test_connectors_tell_of_lost_daemons_and_failures() -> None:
+    counted = {"daemon_up": 1.0, "lookups_total": 9.0, "hit_tokens_total": 512.0}
+    good = SegmentFact("kvtools.connector.7-0", "connector", "ok", "", 0.1, counted)
+    cold = replace(good, name="kvtools.connector.8-0", values={"daemon_up": 0, "load_failures_total": 2, "loads_total": 3})
+    full = replace(good, name="kvtools.connector.9-0", values={"daemon_up": 1, "saves_total": 5, "save_failures_total": 5})
+    found = {item.scope: item for item in judge(host(segments=[good, cold, full]), only=["kvd.connector"]).results}
+    assert found[good.name].status == "pass"
+    assert "its daemon is not there" in found[cold.name].observed
+    assert "2 of 5 loads failed" in found[cold.name].observed
+    assert "5 chunks were not stored" in found[full.name].observed
+
+
+def test_many_of_a_kind_are_one_story() -> None:
+    facts = host(segments=[SegmentFact(f"kvtools.kvd.{i}", "kvd", "stale", "nobody holds its lock") for i in range(20)])
+    text = "\n".join(lines(judge(facts)))
+    assert text.count("its writer is gone") == 2
+    assert "and 18 more like it (kvd.segments)" in text
 
 
 def test_direct_fallbacks_are_shown_by_reason() -> None:

@@ -85,14 +85,43 @@ def _daemon(daemon: SegmentFact) -> Result:
     return result("pass", f"{rate}, arena {format_size(used)} of {format_size(limit)}", scope=daemon.name)
 
 
+@check("kvd.connector", "i", "Engines' connectors")
+def connectors(facts: Facts) -> Result | list[Result]:
+    """What each engine's connector counts: is its daemon there, do loads and saves succeed, did anything break inside it?"""
+    found = _connectors(facts)
+    return [_connector(segment) for segment in found] or skip("no engine with the connector publishes its numbers here")
+
+
+def _connectors(facts: Facts) -> list[SegmentFact]:
+    return [segment for segment in facts.segments if segment.kind == "connector" and segment.health == "ok"]
+
+
+def _connector(segment: SegmentFact) -> Result:
+    told = []
+    if segment.values.get("daemon_up") == 0:
+        told.append("its daemon is not there: the engine serves on, cold")
+    if count := _total(segment, "errors_total"):
+        told.append(f"{count} errors inside the connector, each with a traceback in the engine's log")
+    if count := _total(segment, "load_failures_total"):
+        told.append(f"{count} of {_total(segment, 'loads_total') + count} loads failed and were recomputed")
+    saves, failed = _total(segment, "saves_total"), _total(segment, "save_failures_total")
+    if failed > saves // 10:
+        told.append(f"{failed} chunks were not stored, against {saves} that were")
+    if told:
+        fix = "kvd ping says whether the daemon answers; the engine's log names the error."
+        return result("warn", "; ".join(told), fix=fix, commands=["kvd ping", "kvd why"], scope=segment.name)
+    tokens = _total(segment, "hit_tokens_total")
+    return result("pass", f"daemon up, {_total(segment, 'lookups_total')} look-ups, {tokens} tokens loaded", scope=segment.name)
+
+
 @check("kvd.direct", "i", "GPU-direct in use")
 def direct(facts: Facts) -> Result | list[Result]:
     """Connectors count the requests that could not go direct, by reason."""
-    connectors = [segment for segment in facts.segments if segment.kind == "connector" and segment.health == "ok"]
-    if not connectors:
+    here = _connectors(facts)
+    if not here:
         return skip("no engine with the connector publishes its numbers here")
     found = []
-    for connector in connectors:
+    for connector in here:
         fallbacks = {
             key: int(value) for key, value in connector.values.items() if key.startswith("direct_fallback_total") and value
         }
