@@ -31,13 +31,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store these chunks, whose last tokens are computed in this step."""
+    """Store these chunks, whose last tokens are computed in this step.
+
+    `anew`: keys to store though the daemon has them, because what it had could not be loaded.
+    """
 
     request_id: str
     salt: bytes
     moves: tuple[Move, ...]
     retention: str = "long"
     ttl_s: float | None = None
+    anew: frozenset[bytes] = frozenset()
 
 
 @dataclass(slots=True)

@@ -86,6 +86,8 @@ class Tracked:
     """Tokens that the last look-up found stored: not saved again."""
     tail_done: bool = False
     loading: tuple[bytes, ...] = ()
+    blamed: frozenset[bytes] = frozenset()
+    """Keys whose values could not be loaded: stored anew, whatever the daemon says it has."""
 
 
 @dataclass(slots=True)
@@ -183,7 +185,8 @@ class Scheduler:
         """A request this side has not seen; calling again is harmless."""
         found = self._requests.get(request.request_id)
         if found is None:
-            parameters = request.kv_transfer_params or {}
+            given = request.kv_transfer_params
+            parameters = given if isinstance(given, Mapping) else {}
             algorithm, seed = self._hash_source()
             tenant = "\0".join(filter(None, (self.settings.tenant, str(parameters.get("kvd_namespace") or ""))))
             found = self._requests[request.request_id] = Tracked(
@@ -390,7 +393,7 @@ class Scheduler:
             if all(all(ids) for ids in blocks):
                 moves.append(Move(tracked.keys.of(span), blocks))
         if moves:
-            plan.saves.append(Save(step.request_id, tracked.salt, tuple(moves), tracked.retention, tracked.ttl_s))
+            plan.saves.append(Save(step.request_id, tracked.salt, tuple(moves), tracked.retention, tracked.ttl_s, tracked.blamed))
 
     def _tails(self, tracked: Tracked) -> list[Span]:
         """What a prompt ends with, so that the same prompt hits all that the engine's own cache would."""
@@ -417,6 +420,7 @@ class Scheduler:
                 tracked.answer = None
                 # What was thought to be stored is not: offer the recomputed chunks to the daemon again.
                 tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
+                tracked.blamed |= frozenset(keys)
                 for key in keys:
                     self._bad[tracked.salt + key] = now + BAD_KEY_S
         while len(self._bad) > MAX_BAD_KEYS:

@@ -132,7 +132,7 @@ class Worker:
     def _save_group(self, index: int, namespace: bytes, save: Save) -> None:
         moves = list({move.key: move for move in save.moves}.values())
         known = self._save_link.call(lambda client: client.exists([move.key for move in moves], namespace=namespace))
-        todo = [move for move, there in zip(moves, known, strict=True) if not there]
+        todo = [move for move, there in zip(moves, known, strict=True) if not there or move.key in save.anew]
         self.counters.add("save_known", len(moves) - len(todo))
         for window in self._windows(index, todo):
             self._save_link.call(functools.partial(self._write, index, namespace, save, window))

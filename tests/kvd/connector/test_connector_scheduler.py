@@ -304,6 +304,7 @@ def test_a_request_whose_load_failed_is_never_offered_a_hit_again(bench: Any) ->
     assert one.scheduler.match(FakeRequest("c", 1024), 0) == 256, "and the bad chunk is not offered to others for a while"
     plan = one.run(request, 0, 1024)
     assert len(plan.saves[0].moves) == 4, "what is recomputed is offered to the daemon again"
+    assert plan.saves[0].anew == {bad}
     one.now += 60
     one.scheduler.finished("b")
     assert one.scheduler.match(FakeRequest("b", 1024), 0) == 992, "a later request of the same name starts afresh"
@@ -352,6 +353,7 @@ def test_retention_ttl_and_tenant_come_with_the_request(bench: Any, caplog: pyte
         "old": {"infera_retention": "ephemeral", "infera_ttl_seconds": "5"},
         "tenant": {"kvd_namespace": "them"},
         "odd": {"kvd_retention": "for ever", "kvd_ttl_seconds": -3},
+        "list": ["no", "mapping"],
     }.items():
         request = FakeRequest(name, 512, kv_transfer_params=parameters)
         one.scheduler.arrived(request)

@@ -174,6 +174,13 @@ def test_a_value_of_another_length_is_never_copied(bench: Any) -> None:
     one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
     assert one.outcome().bad_blocks == {10}
     assert not one.memory.block(10).any()
+    one.memory.fill(3, 1)
+    one.worker.save([Save("b", SALT, (Move(key(1), ((3,),)),))])
+    assert one.count("saves") == 0, "the daemon has it"
+    one.worker.save([Save("b", SALT, (Move(key(1), ((3,),)),), anew=frozenset({key(1)}))])
+    one.worker.start([Load("c", SALT, (Move(key(1), ((10,),)),))])
+    assert one.outcome() == Results(received={"c"})
+    assert np.array_equal(one.memory.block(10), one.memory.block(3))
 
 
 def test_more_than_the_arena_holds_is_loaded_window_by_window(kvd_daemon: MakeDaemon, bench: Any) -> None:
