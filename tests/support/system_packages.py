@@ -34,6 +34,7 @@ PACKAGES = (
     Package("fish", _command("fish"), "completion in fish"),
     Package("xfsprogs", _command("mkfs.xfs"), "kvdoctor on a real XFS"),
     Package("btrfs-progs", _command("mkfs.btrfs"), "kvdoctor on a real Btrfs"),
+    Package("redis-server", _command("redis-server"), "the tier on a real Redis"),
     Package("kmod", _command("modinfo"), "kvdoctor on real kernel modules"),
 )
 

@@ -9,8 +9,10 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvd.store.identity import Identity
+from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction
@@ -23,9 +25,14 @@ class Subject(ABC):
     shared = False
     capped = True
     damageable = True
+    empty_is_missing = False
+    """An empty object cannot be told from none."""
+    needs = ""
+    """The server it lives on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: Any = None) -> None:
         self.folder = folder
+        self.server = server
 
     @abstractmethod
     def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter: ...
@@ -85,4 +92,35 @@ class Mock(Subject):
         return MockAdapter("mock", max_bytes, float(64 << 30), eviction=eviction)
 
 
-SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "mock": Mock}
+class Resp(Subject):
+    """A Redis server, emptied."""
+
+    shared = True
+    capped = False
+    empty_is_missing = True
+    needs = "redis"
+
+    def __init__(self, folder: Path, server: Any = None) -> None:
+        super().__init__(folder, server)
+        server.ask("FLUSHALL")
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        (adapter,) = registry.build([{"type": "resp", "host": "127.0.0.1", "port": self.server.port, "timeout": "2s"}])
+        return adapter
+
+    @staticmethod
+    def key(identity: Identity) -> str:
+        return f"kvd:{identity[:32].hex()}:{identity[32:].hex()}"
+
+    def raw(self, identity: Identity) -> bytes:
+        answer = self.server.ask("GET", self.key(identity))
+        return bytes(answer[answer.index(b"\n") + 1 : -2])
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        assert self.server.ask("SET", self.key(identity), body) == b"+OK\r\n"
+
+    def remove(self, identity: Identity) -> None:
+        assert self.server.ask("DEL", self.key(identity)) == b":1\r\n"
+
+
+SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "resp": Resp, "mock": Mock}

@@ -20,6 +20,7 @@ from kvtools.units import format_size
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
+EXAMPLE = 'such as {"type": "fs", "base_path": "/srv/kv"}'
 SECRET = re.compile(r"password|secret|token|access_key|credential", re.IGNORECASE)
 
 
@@ -52,11 +53,9 @@ def parse_spec(given: str) -> Spec:
     try:
         body = json.loads(given, object_pairs_hook=_no_twins)
     except json.JSONDecodeError as error:
-        raise UsageError(
-            f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint='such as {"type": "fs", "base_path": "/srv/kv"}'
-        ) from None
+        raise UsageError(f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint=EXAMPLE) from None
     if not isinstance(body, dict):
-        raise UsageError("--l2-adapter is not a JSON object", hint='such as {"type": "fs", "base_path": "/srv/kv"}')
+        raise UsageError("--l2-adapter is not a JSON object", hint=EXAMPLE)
     return Spec(body)
 
 
@@ -196,6 +195,7 @@ KINDS = {
 TYPES: dict[str, str] = {
     "disk": __name__,
     "fs": "kvd.tiers.adapters.fs",
+    "resp": "kvd.tiers.adapters.resp",
     "mock": "kvd.tiers.adapters.mock",
     "fault_inject": "kvd.tiers.adapters.fault_inject",
     "plugin": __name__,
