@@ -42,7 +42,7 @@ from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.deletes import DeletesLog
 from kvd.tiers.adapters.disk.evict import Evictor
 from kvd.tiers.adapters.disk.extents import Draft, ExtentWriter
-from kvd.tiers.adapters.disk.files import RegionFiles
+from kvd.tiers.adapters.disk.files import RegionFiles, random_nonce
 from kvd.tiers.adapters.disk.format import region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
 from kvd.tiers.adapters.disk.index import unpack
@@ -80,6 +80,7 @@ class DiskAdapter(Adapter):
         group_interval_s: float = 0.02,
         free_floor_bytes: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
+        nonce: Callable[[], int] = random_nonce,
     ) -> None:
         """A store in `path` of at most `max_bytes` of files. `free_floor_bytes`: no new file when less than this would stay
 
@@ -96,6 +97,7 @@ class DiskAdapter(Adapter):
         self._group_interval_s = group_interval_s
         self._free_floor_bytes = free_floor_bytes
         self._clock_ns = clock_ns
+        self._nonce = nonce
         self._direct = DirectIO(False, 0, "not open")
         self._pool = BufferPool()
         self._catalog = Catalog(self.geometry, self.counters, clock_ns)
@@ -139,7 +141,9 @@ class DiskAdapter(Adapter):
             floor = min(self._io.free_bytes(self.path)[1] // _FLOOR_SHARE, _FLOOR_MAX)
         sync = self.durability is not Durability.NONE
         self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
-        self._files = RegionFiles(self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=floor)
+        self._files = RegionFiles(
+            self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=floor, nonce=self._nonce
+        )
         self._deletes = DeletesLog(self._io, self.path)
         self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
         self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
@@ -339,14 +343,14 @@ class DiskAdapter(Adapter):
             with catalog.changed:
                 now = self._clock_ns()
                 held = sum(catalog.find_locked(identity, now) is not None for identity in claimed)
-                touched = {entry.slot for identity in claimed if (entry := catalog.drop_locked(identity))}
+                touched = {entry.slot for identity in identities if (entry := catalog.drop_locked(identity))}
                 empty = [region for slot in touched if (region := catalog.regions[slot]).live == 0]
             # A region that is empty now goes as a whole, which is cheaper than a line for every value in it.
             self._evictor.release_dead(empty)
             with catalog.changed:
                 first = catalog.sequence
                 catalog.sequence += 1
-                lines = [(identity, first) for identity in claimed if identity in catalog.stale]
+                lines = [(identity, first) for identity in dict.fromkeys(identities) if identity in catalog.stale]
             self._note_deletes(lines)
         finally:
             catalog.release(claimed)

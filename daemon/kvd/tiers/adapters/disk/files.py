@@ -12,6 +12,7 @@ Concurrency: `make`, `release` and `trim` are called by one thread at a time (th
 
 import errno
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ from kvd.tiers.adapters.disk.storage import Storage, write_fully
 
 _KEEP_FREE = 2
 """Free files kept for reuse. More would hold disk space that nobody uses, after a clear for instance."""
+
+
+def random_nonce() -> int:
+    """64 bits that no other region has, and that nobody who only stores values can guess."""
+    return secrets.randbits(64)
 
 
 class FreeFile(NamedTuple):
@@ -35,12 +41,23 @@ class FreeFile(NamedTuple):
 class RegionFiles:
     """Makes and releases the files of one store's regions."""
 
-    def __init__(self, io: Storage, root: Path, catalog: Catalog, *, direct: bool, sync: bool, free_floor_bytes: int) -> None:
+    def __init__(
+        self,
+        io: Storage,
+        root: Path,
+        catalog: Catalog,
+        *,
+        direct: bool,
+        sync: bool,
+        free_floor_bytes: int,
+        nonce: Callable[[], int],
+    ) -> None:
         self.io = io
         self.root = root
         self.catalog = catalog
         self.direct = direct
         self._sync = sync
+        self._nonce = nonce
         self.free_floor_bytes = free_floor_bytes
         self.free: list[FreeFile] = []
         self.sparse = False
@@ -68,7 +85,7 @@ class RegionFiles:
             with catalog.changed:
                 catalog.held_bytes += size
         self.names_changed = True
-        region = Region(slot, path, fd, size, retention, sequence, secrets.randbits(64), durable=self._sync, mark_tick=tick)
+        region = Region(slot, path, fd, size, retention, sequence, self._nonce(), durable=self._sync, mark_tick=tick)
         header = RegionHeader(retention, size, sequence, region.nonce, catalog.clock_ns())
         try:
             write_fully(self.io, fd, [aligned_page(header.pack())], 0)
