@@ -90,6 +90,15 @@ def test_sources_that_fail_and_come_back() -> None:
     assert _told(bad, scenes.host(0)) == ["info seg: readable again"]
 
 
+def test_the_health_word_is_logged_when_it_changes_with_the_reason() -> None:
+    model = Model()
+    for tick, state in enumerate(("fresh", "fresh", "silent", "fresh")):
+        model.take(scenes.change(scenes.host(tick), stats=(scenes.kvd(tick, state=state),)))
+    told = [(event.level, event.text.partition(":")[0]) for event in model.log if event.subject == "health"]
+    assert told == [("crit", "OK -> CRIT"), ("info", "CRIT -> OK")]
+    assert "silent for" in next(event.text for event in model.log if event.subject == "health")
+
+
 def test_the_log_is_bounded_and_numbered() -> None:
     model = Model()
     for number in range(KEPT + 20):

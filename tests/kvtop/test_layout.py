@@ -53,7 +53,7 @@ MODELS = {
 
 @pytest.mark.parametrize("scene", sorted(MODELS))
 @pytest.mark.parametrize("view", sorted(VIEW_TABLE))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 100))
 def test_the_parts_of_a_view_stay_inside(scene: str, view: str, width: int, height: int) -> None:
     model, chosen = MODELS[scene], VIEW_TABLE[view]

@@ -54,6 +54,17 @@ def test_every_view_shows_its_rows(view: str, size: tuple[int, int]) -> None:
     assert len(rows) == size[1]
 
 
+def test_what_turns_critical_is_said_in_every_view() -> None:
+    async def run() -> None:
+        app = scenes.dashboard(scenes.model(3), view="metrics")
+        async with app.run_test(size=(120, 30)) as pilot:
+            app.main.take(scenes.change(scenes.host(4), stats=(scenes.kvd(4, state="silent"),)))
+            await _until(pilot, lambda: "silent for" in "\n".join(scenes.grid_text(app)))
+            assert "CRIT" in scenes.grid_text(app)[0]
+
+    asyncio.run(run())
+
+
 def test_numbers_follow_the_host() -> None:
     async def run() -> None:
         app = scenes.dashboard(Model())

@@ -158,6 +158,9 @@ def test_every_row_within_5_segments_at_80x24_and_more_than_fit_scroll(terminal:
     assert "40 rows" in screen.screen()
     screen.keys("G")
     screen.until("engine-00")
+    (pid,) = (path for path in Path("/proc").iterdir() if path.name.isdigit() and _is_ours(path, shm))
+    memory = int((pid / "status").read_text().partition("VmRSS:")[2].split()[0])
+    assert memory < 50 << 10, "KiB resident"
     screen.keys("C-c")
     assert screen.left() == 0
 

@@ -40,7 +40,7 @@ class Model:
 
     def take(self, snapshot: Snapshot) -> None:
         """Make `snapshot` the current one."""
-        before = self.snapshot
+        before, health = self.snapshot, self.health
         self.snapshot = snapshot
         self.history.feed(snapshot)
         self.daemons = [daemon_of(stats) for stats in snapshot.stats if stats.kind == "kvd"]
@@ -49,6 +49,11 @@ class Model:
         if before is not None:
             for level, subject, text in events.changes(before, snapshot):
                 self.note(level, subject, text, snapshot.time_s)
+            if self.health != health:
+                why = f": {self.alerts[0].subject}: {self.alerts[0].text}" if self.alerts else ""
+                self.note(
+                    self.alerts[0].level if self.alerts else "info", "health", f"{health} -> {self.health}{why}", snapshot.time_s
+                )
 
     def note(self, level: str, subject: str, text: str, time_s: float | None = None) -> None:
         """Write one event to the log."""

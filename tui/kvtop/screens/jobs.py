@@ -68,7 +68,7 @@ class Jobs(Screen[None], inherit_bindings=False):
 
     def say(self, text: str, *, bad: bool = False) -> None:
         """A line that goes away by itself."""
-        self.notify(text, severity="warning" if bad else "information", timeout=5, markup=False)
+        self.notify(safe(text), severity="warning" if bad else "information", timeout=5, markup=False)
 
     def action_write(self) -> None:
         text = "\n".join(strip.text.rstrip() for strip in self._compositor.render_strips()) + "\n"

@@ -14,6 +14,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input
 
+from kvtop.alerts import CRITICAL
 from kvtop.chrome import State, foot, frame_rows, head
 from kvtop.columns import Order, Row, arrange
 from kvtop.keys import KEYS, VIEWS, Key, usable
@@ -104,7 +105,11 @@ class MainScreen(Jobs, inherit_bindings=False):
         """One tick: a new snapshot, or what went wrong."""
         self.problem = problem
         if snapshot is not None:
+            health = self.model.health
             self.model.take(snapshot)
+            if self.model.health == CRITICAL != health and self.view.id != "overview":
+                # On the overview the reason stands in the first line; elsewhere somebody has to say it.
+                self.say(f"{self.model.alerts[0].subject}: {self.model.alerts[0].text}", bad=True)
             if self.player is not None and self.player.ended:
                 self.reader.paused = True
         self.draw()

@@ -224,8 +224,7 @@ def _hits(model: Model, daemon: Daemon, width: int) -> Line:
 def _tier(model: Model, tier: Tier, width: int) -> Line:
     hits, misses = tier.get("tier_hits_total"), tier.get("tier_misses_total")
     text = format_size(tier.used_bytes) + (f" / {format_size(tier.limit_bytes)}" if tier.limit_bytes else "")
-    if hits + misses and width > 60:
-        text = f"hit {ratio(hits / (hits + misses)):>7}  {text:>{_NUMBERS}}"
+    hit = f"hit {ratio(hits / (hits + misses)):>7}" if hits + misses and width > 60 else ""
     if tier.broken:
         return (
             Span(f"{safe(tier.name)[: _LABEL - 1]:{_LABEL}}", "dim"),
@@ -233,7 +232,9 @@ def _tier(model: Model, tier: Tier, width: int) -> Line:
             Span(text),
         )
     if not tier.limit_bytes:
-        return (Span(f"{safe(tier.name)[: _LABEL - 1]:{_LABEL}}", "dim"), Span(text))
+        return (Span(f"{safe(tier.name)[: _LABEL - 1]:{_LABEL}}", "dim"), Span(f"{text}  {hit}".rstrip()))
+    if hit:
+        text = f"{hit}  {text:>{_NUMBERS}}"
     return _meter(safe(tier.name), [(tier.used_bytes, "used")], tier.limit_bytes, text, width, model)
 
 
