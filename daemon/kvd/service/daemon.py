@@ -60,6 +60,8 @@ class Options:
     shm: Path = field(default=SHM)
     reload: "Callable[[], Options] | None" = None
     """Reads the settings anew, for SIGHUP."""
+    preflight: "Callable[[], Sequence[str]] | None" = None
+    """What this host does not do well for these settings, a line each; asked on a thread once the daemon is ready."""
 
 
 class Daemon:
@@ -107,6 +109,8 @@ class Daemon:
             notify("READY=1")
             log.info("kvd %s serves %s with an arena of %s", __version__, options.socket, format_size(arena.capacity))
             ticking = loop.create_task(self._tick())
+            if options.preflight is not None:
+                loop.run_in_executor(None, self._look_at_host, options.preflight)
             await self._stopping.wait()
             await self._stop()
             ticking.cancel()
@@ -163,6 +167,13 @@ class Daemon:
         else:
             log.info("%s", signal.Signals(number).name)
             self._stopping.set()
+
+    def _look_at_host(self, preflight: Callable[[], Sequence[str]]) -> None:
+        try:
+            for line in preflight():
+                log.warning("%s", line)
+        except Exception:  # a thread edge: advice that cannot be given must not harm the daemon
+            log.debug("the preflight failed", exc_info=True)
 
     def _reload(self) -> None:
         """SIGHUP: take over what can change while running, and say what cannot."""

@@ -175,6 +175,7 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
         return options_of(fresh)
 
     options.reload = again
+    options.preflight = lambda: preflight(settings["long_path"].value)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
     logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
@@ -203,6 +204,14 @@ def _leave() -> None:
         logging.getLogger("kvd").warning("leaving threads behind that do not end: %s", ", ".join(stuck))
         logging.shutdown()
         os._exit(Exit.FAILED)
+
+
+def preflight(paths: list[Path]) -> list[str]:
+    """kvdoctor's reasons why these directories make a poor disk tier, one line each."""
+    from kvdoctor.api import posix_reason
+
+    reasons = [(path, posix_reason(str(path))) for path in paths]
+    return [f"--long-path {path}: {reason}; see kvdoctor --path {path}" for path, reason in reasons if reason]
 
 
 def _shown(value: Any, name: str) -> str:

@@ -74,3 +74,12 @@ def test_sockets_of_another_process_are_not_taken(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
     assert inherited_socket() is None
+
+
+def test_a_host_that_suits_the_disk_tier_badly_is_said_in_one_line_a_path(tmp_path: Path) -> None:
+    from kvd.service.settings import preflight
+
+    (line,) = preflight([tmp_path, tmp_path / "not there"])
+    assert str(tmp_path / "not there") in line
+    assert "kvdoctor --path" in line
+    assert "\n" not in line
