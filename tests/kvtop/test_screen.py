@@ -57,7 +57,7 @@ def test_every_view_shows_its_rows(view: str, size: tuple[int, int]) -> None:
 def test_what_turns_critical_is_said_in_every_view() -> None:
     async def run() -> None:
         app = scenes.dashboard(scenes.model(3), view="metrics")
-        async with app.run_test(size=(120, 30)) as pilot:
+        async with app.run_test(size=(120, 30), notifications=True) as pilot:
             app.main.take(scenes.change(scenes.host(4), stats=(scenes.kvd(4, state="silent"),)))
             await _until(pilot, lambda: "silent for" in "\n".join(scenes.grid_text(app)))
             assert "CRIT" in scenes.grid_text(app)[0]
@@ -266,7 +266,7 @@ def test_ascii_reaches_every_corner_of_the_screen() -> None:
     async def run() -> None:
         model = scenes.model(40, lambda tick: scenes.host(tick, segments=60), glyphs=ASCII)
         app = scenes.dashboard(model, view="segments")
-        async with app.run_test(size=(100, 24)) as pilot:
+        async with app.run_test(size=(100, 24), notifications=True) as pilot:
             for keys in (
                 (),
                 ("F",),
@@ -278,6 +278,8 @@ def test_ascii_reaches_every_corner_of_the_screen() -> None:
                 ("escape", "slash"),
             ):
                 await pilot.press(*keys)
+                if keys == ("F",):
+                    await _until(pilot, lambda: "the cursor follows" in "\n".join(scenes.grid_text(app)))
                 await pilot.pause()
                 odd = {char for row in scenes.grid_text(app) for char in row if not char.isascii()}
                 assert not odd, keys
@@ -290,13 +292,14 @@ def test_names_that_look_like_markup_or_escapes_are_only_names(name: str) -> Non
     async def run() -> None:
         model = scenes.model(2, lambda tick: scenes.change(scenes.host(tick), segments=(segment(name),)))
         app = scenes.dashboard(model, view="segments")
-        async with app.run_test(size=(100, 30)) as pilot:
+        async with app.run_test(size=(100, 30), notifications=True) as pilot:
             for key in ("l", "escape", "d", "escape", "enter", "escape"):
                 await pilot.press(key)
                 text = "\n".join(scenes.grid_text(app))
                 assert "\x1b" not in text
             app.main._changed(name, "warn", "text " + name)
             await pilot.pause()
+            await _until(pilot, lambda: "text " in "\n".join(scenes.grid_text(app)))
             assert safe(name) in "\n".join(scenes.grid_text(app))
 
     asyncio.run(run())
