@@ -51,6 +51,7 @@ def get_as(adapter: DiskAdapter, name: bytes, *, arena: bool = False) -> tuple[L
 
 def opened(path: Path, max_bytes: int = 4 << 20, **more) -> DiskAdapter:
     more.setdefault("free_floor_bytes", 0)
+    more.setdefault("housekeeping_s", 0.0)
     adapter = DiskAdapter("disk", path, max_bytes, **more)
     adapter.open()
     return adapter

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -378,4 +380,68 @@ def test_files_are_used_again(tmp_path):
     for number in range(200):
         put(adapter, identity(number), value(number, 20_000))
     assert {path.stat().st_ino for path in tmp_path.glob("*.kvcache")} == first
+    adapter.close()
+
+
+def test_what_has_expired_is_swept_and_its_regions_given_back(tmp_path):
+    now = [1000]
+    adapter = opened(tmp_path, 4 << 20, clock_ns=lambda: now[0], housekeeping_s=0.01)
+    for number in range(120):
+        assert put(adapter, identity(number), value(number, 20_000), expires_ns=2000)
+    assert put(adapter, identity(500), b"stays", retention=Retention.SHORT)
+    assert put(adapter, identity(501), b"stays longer", expires_ns=3000, retention=Retention.SHORT)
+    now[0] = 2000
+    deadline = time.monotonic() + 10
+    while adapter.usage().entries != 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    adapter._house.stop()
+    assert adapter.usage().bytes_used == 8192
+    assert adapter.counters.extra["expired"] == 120
+    assert adapter.describe()["regions"] == 1
+    adapter.close()
+
+
+def test_a_killed_daemon_remembers_the_uses_of_minutes_ago(tmp_path):
+    adapter = opened(tmp_path / "store", 2 << 20)
+    for number in range(60):
+        put(adapter, identity(number), value(number, 20_000))
+    for number in range(0, 20, 4):
+        assert get(adapter, identity(number)) is not None
+    adapter._house.save_recency()
+    shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    adapter.close()
+    adapter = opened(tmp_path / "killed", 2 << 20)
+    for number in range(100, 150):
+        put(adapter, identity(number), value(number, 20_000))
+    assert {number for number in range(20) if adapter.lookup([identity(number)])[0]} == set(range(0, 20, 4))
+    adapter.close()
+
+
+def test_look_ups_do_not_wait_for_an_eviction(tmp_path):
+    """A region of 20 000 small values is forgotten in slices: the lock is free again every few hundred."""
+    adapter = opened(tmp_path, 400 << 20)
+    data = memoryview(b"small")
+    for start in range(0, 30_000, 1000):
+        adapter.store([Item(identity(number), data) for number in range(start, start + 1000)])
+    longest = [0.0]
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            start = time.perf_counter()
+            adapter.lookup([identity(1)])
+            longest[0] = max(longest[0], time.perf_counter() - start)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    region = next(region for region in adapter._catalog.regions.values() if region.live > 15_000)
+    adapter._writer.withdraw_locked(region)
+    start = time.perf_counter()
+    adapter._catalog.forget_region(region, adapter._evictor.records(region))
+    whole = time.perf_counter() - start
+    done.set()
+    thread.join()
+    assert longest[0] < max(0.5 * whole, 0.02)
+    adapter._catalog.free_slot_locked(region)
+    adapter._io.close(region.fd)
     adapter.close()

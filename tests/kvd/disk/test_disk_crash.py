@@ -39,7 +39,7 @@ class History:
     def start(self) -> DiskAdapter:
         adapter = DiskAdapter(
             "sim", ROOT, self.max_bytes, region_bytes=self.region_bytes, durability=self.durability, io=self.io, free_floor_bytes=0,
-            group_interval_s=3600,
+            group_interval_s=3600, housekeeping_s=0.0,
         )  # fmt: skip
         adapter.open()
         return adapter

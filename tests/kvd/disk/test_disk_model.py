@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine):
     def open(self, region_bytes: int | None = None) -> DiskAdapter:
         adapter = DiskAdapter(
             "model", ROOT, self.max_bytes, region_bytes=region_bytes or self.regions, durability=self.durability, io=self.io,
-            free_floor_bytes=0, clock_ns=lambda: self.now,
+            free_floor_bytes=0, housekeeping_s=0.0, clock_ns=lambda: self.now,
         )  # fmt: skip
         adapter.open()
         return adapter
@@ -99,6 +99,11 @@ class Machine(RuleBasedStateMachine):
             self.adapter._read_threads.shutdown()
             self.io.kill()
         self.adapter = self.open(region)
+
+    @rule()
+    def sweep(self):
+        self.adapter._house.sweep()
+        assert {name for name, _ in self.adapter._catalog.index.items()} == {name for name, _ in self.adapter.enumerate()}
 
     @rule(names=st.lists(st.sampled_from(KEYS), min_size=1, max_size=8, unique=True))
     def load_many(self, names):

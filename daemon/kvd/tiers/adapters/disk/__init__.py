@@ -15,6 +15,7 @@ files      making and reusing region files
 deletes    the log of what must stay dead
 recency    last uses, kept over a clean restart
 syncing    durability
+housekeeping   what is done in the background
 scan       reading back what a region holds
 recovery   starting up
 manifest   whose folder it is

@@ -38,14 +38,14 @@ from kvd.tiers.adapters.base import (
 )
 from kvd.tiers.adapters.disk import manifest, recency
 from kvd.tiers.adapters.disk.buffers import BufferPool
-from kvd.tiers.adapters.disk.catalog import Catalog
+from kvd.tiers.adapters.disk.catalog import Catalog, slices
 from kvd.tiers.adapters.disk.deletes import DeletesLog
 from kvd.tiers.adapters.disk.evict import Evictor
 from kvd.tiers.adapters.disk.extents import Draft, ExtentWriter
 from kvd.tiers.adapters.disk.files import RegionFiles, random_nonce
 from kvd.tiers.adapters.disk.format import region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
-from kvd.tiers.adapters.disk.index import unpack
+from kvd.tiers.adapters.disk.housekeeping import Housekeeper
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of
 from kvd.tiers.adapters.disk.region import Region, State
@@ -78,6 +78,7 @@ class DiskAdapter(Adapter):
         io: Storage | None = None,
         io_mode: str = "auto",
         group_interval_s: float = 0.02,
+        housekeeping_s: float = 30.0,
         free_floor_bytes: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
         nonce: Callable[[], int] = random_nonce,
@@ -95,6 +96,7 @@ class DiskAdapter(Adapter):
         self._io = io if io is not None else RealStorage()
         self._io_mode = io_mode
         self._group_interval_s = group_interval_s
+        self._housekeeping_s = housekeeping_s
         self._free_floor_bytes = free_floor_bytes
         self._clock_ns = clock_ns
         self._nonce = nonce
@@ -107,6 +109,7 @@ class DiskAdapter(Adapter):
         self._evictor: Evictor
         self._writer: Writer
         self._reader: Reader
+        self._house: Housekeeper
         self._syncer: Syncer
         self._hasher: ThreadPoolExecutor
         self._read_threads: ThreadPoolExecutor
@@ -120,42 +123,53 @@ class DiskAdapter(Adapter):
         started = time.perf_counter()
         self._lock_fd = manifest.own(self._io, self.path)
         try:
-            self._open_owned()
+            manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
+            self._direct = self._choose_io()
+        except BaseException:
+            self._io.close(self._lock_fd)
+            self._lock_fd = -1
+            raise
+        try:
+            self._assemble()
+            self._recover()
         except OSError as error:
-            self._give_up()
+            self._release()
             raise AdapterError(f"{self.name}: cannot read {self.path}: {error.strerror or error}") from error
         except BaseException:
-            self._give_up()
+            self._release()
             raise
+        if self.durability is Durability.GROUP:
+            self._syncer.start(self._group_interval_s)
+        if self._housekeeping_s > 0:
+            self._house.start(self._housekeeping_s)
         self.recovery_s = time.perf_counter() - started
 
-    def _give_up(self) -> None:
-        self._io.close(self._lock_fd)
-        self._lock_fd = -1
-
-    def _open_owned(self) -> None:
-        manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
-        self._direct = self._choose_io()
-        floor = self._free_floor_bytes
-        if floor is None:
-            floor = min(self._io.free_bytes(self.path)[1] // _FLOOR_SHARE, _FLOOR_MAX)
-        sync = self.durability is not Durability.NONE
-        self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
-        self._files = RegionFiles(
-            self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=floor, nonce=self._nonce
-        )
-        self._deletes = DeletesLog(self._io, self.path)
-        self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
-        self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
+    def _assemble(self) -> None:
+        """Make the parts, for a folder that is ours."""
         self._hasher = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvd-disk-hash")
         self._read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvd-disk-read")
+        sync = self.durability is not Durability.NONE
+        self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
+        self._deletes = DeletesLog(self._io, self.path)
+        self._files = RegionFiles(
+            self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=self._floor(), nonce=self._nonce
+        )
+        self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
+        self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
         extents = ExtentWriter(self._io, self._direct, self._pool, self._hasher, self._clock_ns)
         self._writer = Writer(self._io, catalog, extents, self._evictor.make_region, self._syncer.sync_region)
         self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool, self._read_threads)
         self._evictor.writer, self._evictor.reader = self._writer, self._reader
-        self._recover()
-        if self.durability is Durability.GROUP:
-            self._syncer.start(self._group_interval_s)
+        self._house = Housekeeper(self._io, self.path, catalog, self._files, self._evictor)
+
+    def _floor(self) -> int:
+        """Bytes that must stay free on the file system. Never raises: where it cannot be asked, 0."""
+        if self._free_floor_bytes is not None:
+            return self._free_floor_bytes
+        try:
+            return min(self._io.free_bytes(self.path)[1] // _FLOOR_SHARE, _FLOOR_MAX)
+        except OSError:
+            return 0
 
     def _choose_io(self) -> DirectIO:
         if self._io_mode == "buffered":
@@ -184,6 +198,7 @@ class DiskAdapter(Adapter):
                 catalog.held_bytes += file.size
             pairs.append((region, file.scan))
             self.counters.corruptions += file.scan.damaged_pages
+            self.counters.extra["torn_extents"] += file.scan.torn
         with catalog.changed:
             merge(catalog, pairs, deletes, recency.load(self._io, self.path))
         for file in found:
@@ -207,19 +222,24 @@ class DiskAdapter(Adapter):
                 self._writer.adopt(region)
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """See Adapter. Index pages and the recency snapshot are written, so the next start walks no headers."""
+        """See Adapter. Index pages and the recency snapshot are written, so the next start walks no headers.
+
+        The last sync is waited for until the deadline; without it the files are as a killed process leaves them.
+        """
         if self._lock_fd < 0:
             return
+        self._house.stop()
         self._syncer.stop()
         self._writer.close()
-        self._syncer.sync_all()
-        with self._catalog.changed:
-            entries = [unpack(word) for _, word in self._catalog.index.items()]
-            sequences = {slot: region.sequence for slot, region in self._catalog.regions.items()}
         try:
-            recency.save(self._io, self.path, [(sequences[entry.slot], entry.offset, entry.tick) for entry in entries])
+            self._house.save_recency()
         except OSError:
             self.counters.io_errors += 1
+        self._syncer.sync_all_within(deadline_s)
+        self._release()
+
+    def _release(self) -> None:
+        """Give back threads, descriptors and the folder."""
         self._hasher.shutdown()
         self._read_threads.shutdown()
         self._deletes.close()
@@ -340,11 +360,16 @@ class DiskAdapter(Adapter):
         catalog = self._catalog
         claimed = catalog.claim(identities)
         try:
-            with catalog.changed:
-                now = self._clock_ns()
-                held = sum(catalog.find_locked(identity, now) is not None for identity in claimed)
-                touched = {entry.slot for identity in identities if (entry := catalog.drop_locked(identity))}
-                empty = [region for slot in touched if (region := catalog.regions[slot]).live == 0]
+            held = 0
+            touched: set[Region] = set()
+            for some in slices(list(claimed)):
+                with catalog.changed:
+                    now = self._clock_ns()
+                    for identity in some:
+                        if catalog.find_locked(identity, now) is not None and (entry := catalog.drop_locked(identity)):
+                            held += 1
+                            touched.add(catalog.regions[entry.slot])
+            empty = [region for region in touched if region.live == 0]
             # A region that is empty now goes as a whole, which is cheaper than a line for every value in it.
             self._evictor.release_dead(empty)
             with catalog.changed:
@@ -377,19 +402,21 @@ class DiskAdapter(Adapter):
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
         with self._catalog.changed:
-            identities = self._catalog.index.namespace(namespace)
-        return self.delete(identities)
+            keys = self._catalog.index.keys(namespace)
+        return self.delete([namespace + key for key in keys])
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        """See Adapter. A snapshot a namespace."""
+        """See Adapter. A snapshot of the keys of each namespace as it is come to."""
         with self._catalog.changed:
             namespaces = self._catalog.index.namespaces()
         for namespace in namespaces:
             with self._catalog.changed:
-                identities = self._catalog.index.namespace(namespace)
-            for identity, hit in zip(identities, self.lookup(identities), strict=True):
-                if hit is not None:
-                    yield identity, hit
+                keys = self._catalog.index.keys(namespace)
+            for some in slices(keys):
+                identities = [namespace + key for key in some]
+                for identity, hit in zip(identities, self.lookup(identities), strict=True):
+                    if hit is not None:
+                        yield identity, hit
 
     # -- state -----------------------------------------------------------------------------------------------------------
 

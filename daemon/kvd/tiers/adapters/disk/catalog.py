@@ -13,7 +13,8 @@ Three rules keep a recovery equal to what was known here:
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvd.store.identity import Identity
 from kvd.store.retention import expired
@@ -22,6 +23,17 @@ from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
 from kvd.tiers.adapters.disk.geometry import Geometry
 from kvd.tiers.adapters.disk.index import Entry, Index, at, pack, unpack
 from kvd.tiers.adapters.disk.region import Region, State
+
+T = TypeVar("T")
+SLICE = 256
+EXTRA_COUNTERS = ("expired", "moved", "regions_evicted", "regions_spared", "torn_extents")
+"""What this tier counts beyond what all tiers do."""
+
+
+def slices(whole: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Short pieces: how much is done at most while the lock is held, so that look-ups never wait for long."""
+    for start in range(0, len(whole), SLICE):
+        yield whole[start : start + SLICE]
 
 
 class Catalog:
@@ -34,6 +46,7 @@ class Catalog:
         self.durable = durable
         """Whether values are synced at all (durability is not none)."""
         self.counters = counters
+        counters.extra.update(dict.fromkeys(EXTRA_COUNTERS, 0))
         self.clock_ns = clock_ns
         self.changed = threading.Condition()
         """The lock, and how threads wait for a lane, a claim or a region."""
@@ -101,7 +114,9 @@ class Catalog:
             return None
         entry = unpack(word)
         if expired(entry.expires_ns, now_ns):
-            self.drop_locked(identity)
+            # Its record needs no note: a recovery sees that it has expired.
+            self._pop_locked(identity)
+            self.counters.extra["expired"] += 1
             return None
         return entry
 
@@ -163,40 +178,51 @@ class Catalog:
         region.mark_tick = self.tick
         region.hot_bytes = 0
 
-    def forget_region_locked(
-        self, region: Region, records: list[IndexEntry] | None
-    ) -> tuple[list[tuple[Identity, int]], set[Identity]]:
+    def forget_region(self, region: Region, records: list[IndexEntry] | None) -> tuple[list[tuple[Identity, int]], set[Identity]]:
         """Take everything of `region` out of the index; the lines that the deletes log needs before its file is touched.
 
         A line is needed where an older record elsewhere is dead only because of one in here, and no newer one shields it:
         a newer live record does, once it is as stable as it is going to be. `records` is what the region holds (None: it
         could not be read; then the index is searched, and every stale identity that is not live gets a line, which is more
         than needed and never less). Also returned: every identity known to have a record in the region.
+
+        The caller is the only one to drop regions. The lock is let go every few hundred records; what changes meanwhile are
+        newer records, which no line of ours touches.
         """
         newest: dict[Identity, int] = {}
-        identities = set(region.stale)
-        for record in records or ():
-            newest[record.identity] = max(record.sequence, newest.get(record.identity, 0))
-            identities.add(record.identity)
-            if at(self.index.get(record.identity), region.slot, record.offset):
-                self._pop_locked(record.identity)
-        if region.live:
-            for identity in [identity for identity, word in self.index.items() if unpack(word).slot == region.slot]:
-                self._pop_locked(identity)
-                identities.add(identity)
-        for identity in region.stale:
-            self._unmark_stale_locked(identity)
-        region.stale = []
-        region.state = State.GONE
-        if records is None:
-            newest = dict.fromkeys(self.stale, self.sequence)
-            self.sequence += 1
-        lines = [
-            (identity, sequence + 1)
-            for identity, sequence in newest.items()
-            if identity in self.stale and not self._shielded_locked(identity)
-        ]
-        return lines, identities
+        for some in slices(records or []):
+            with self.changed:
+                for record in some:
+                    newest[record.identity] = max(record.sequence, newest.get(record.identity, 0))
+                    if at(self.index.get(record.identity), region.slot, record.offset):
+                        self._pop_locked(record.identity)
+        with self.changed:
+            lost = self._search_locked(region) if region.live else []
+            stale, region.stale = region.stale, []
+            region.state = State.GONE
+            if records is None:
+                newest = dict.fromkeys(self.stale, self.sequence)
+                self.sequence += 1
+        for part in slices(stale):
+            with self.changed:
+                for identity in part:
+                    self._unmark_stale_locked(identity)
+        lines: list[tuple[Identity, int]] = []
+        for pairs in slices(list(newest.items())):
+            with self.changed:
+                lines += [
+                    (identity, sequence + 1)
+                    for identity, sequence in pairs
+                    if identity in self.stale and not self._shielded_locked(identity)
+                ]
+        return lines, {record.identity for record in records or ()} | set(lost) | set(stale)
+
+    def _search_locked(self, region: Region) -> list[Identity]:
+        """Take out of the index what still lies in `region`, by looking at everything; only where its records are unreadable."""
+        found = [identity for identity, word in self.index.items() if unpack(word).slot == region.slot]
+        for identity in found:
+            self._pop_locked(identity)
+        return found
 
     def _shielded_locked(self, identity: Identity) -> bool:
         """Whether a live record keeps older ones dead, also after a power cut where durability asks for that."""

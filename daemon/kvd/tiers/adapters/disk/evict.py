@@ -101,7 +101,7 @@ class Evictor:
                 with self._catalog.changed:
                     mine = region.live == 0 and self._take_locked(region)
                 if mine:
-                    self._drop(region, self._records(region), deleting=True)
+                    self._drop(region, self.records(region), deleting=True)
 
     def _take_locked(self, region: Region) -> bool:
         """Make the region ours to drop."""
@@ -115,7 +115,7 @@ class Evictor:
             region = self._victim_locked()
             if region is None:
                 return False
-        records = self._records(region)
+        records = self.records(region)
         if records is not None and retention >= 0 and not moving:
             moving.extend(self._rescue(region, records, retention))
         self._drop(region, records, moved=len(moving))
@@ -136,12 +136,13 @@ class Evictor:
             self._catalog.tick += 1
             region.mark_tick = self._catalog.tick
             region.hot_bytes = 0
+            self._catalog.counters.extra["regions_spared"] += 1
         for region in sorted(self._catalog.regions.values(), key=lambda region: (region.retention, region.mark_tick)):
             if region.state is State.OPEN and self.writer.withdraw_locked(region):
                 return region
         return None
 
-    def _records(self, region: Region) -> list[IndexEntry] | None:
+    def records(self, region: Region) -> list[IndexEntry] | None:
         """Everything the region holds; None where that cannot be read."""
         try:
             return read_records(self._io, region, self._pool)
@@ -182,10 +183,12 @@ class Evictor:
     def _drop(self, region: Region, records: list[IndexEntry] | None, *, moved: int = 0, deleting: bool = False) -> None:
         """Forget a region and give its file back. Raises AdapterError where what must stay dead could not be noted."""
         catalog = self._catalog
+        gone = region.live
+        lines, identities = catalog.forget_region(region, records)
         with catalog.changed:
-            gone = region.live
-            lines, identities = catalog.forget_region_locked(region, records)
             catalog.counters.evictions += max(0, gone - moved)
+            catalog.counters.extra["moved"] += moved
+            catalog.counters.extra["regions_evicted"] += 1
         try:
             if lines:
                 self._deletes.append(lines, sync=True)

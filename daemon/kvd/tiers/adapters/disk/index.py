@@ -117,9 +117,9 @@ class Index:
                 del self._spaces[namespace]
         return old
 
-    def namespace(self, namespace: bytes) -> list[Identity]:
-        """Every identity of one namespace."""
-        return [namespace + key for key in self._spaces.get(namespace, ())]
+    def keys(self, namespace: bytes) -> list[bytes]:
+        """Every key of one namespace, without the namespace (adding that is work for when the lock is free again)."""
+        return list(self._spaces.get(namespace, ()))
 
     def namespaces(self) -> list[bytes]:
         """Every namespace that holds something."""

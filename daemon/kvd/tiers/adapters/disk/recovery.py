@@ -205,13 +205,17 @@ def _insert(catalog: Catalog, regions: dict[int, Region], rows: NDArray[np.void]
     forever = np.bincount(slots, rows["expires"] == 0)
     expiry = np.zeros(len(marks), np.uint64)
     np.maximum.at(expiry, slots, rows["expires"])
+    earliest = np.full(len(marks), np.iinfo(np.uint64).max, np.uint64)
+    np.minimum.at(earliest, slots[rows["expires"] != 0], rows["expires"][rows["expires"] != 0])
     for slot in np.flatnonzero(live).tolist():
         region = regions[slot]
         region.live += int(live[slot])
         region.live_bytes += int(live_bytes[slot])
         region.hot_bytes += int(hot_bytes[slot])
         region.never_expires |= bool(forever[slot])
-        region.last_expiry_ns = max(region.last_expiry_ns, int(expiry[slot]))
+        if expiry[slot]:
+            region.note_expiry(int(expiry[slot]))
+            region.note_expiry(int(earliest[slot]))
         catalog.live_bytes += int(live_bytes[slot])
 
 

@@ -86,9 +86,12 @@ class Region:
     mark_tick: int = 0
     """Values used after this tick are hot. Set when the region is sealed or spared."""
     hot_bytes: int = 0
+    first_expiry_ns: int = 0
+    """When the first of its values expires, or did when it was last swept; 0: none will."""
     last_expiry_ns: int = 0
-    """When the last of its values expires; 0: some never do."""
+    """When the last of its values that expire does."""
     never_expires: bool = False
+    """Whether it has, or had, a value that does not expire."""
     writes: int = 0
     synced: int = 0
     sync_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -105,6 +108,7 @@ class Region:
     def note_expiry(self, expires_ns: int) -> None:
         """Learn of one more value's expiry."""
         if expires_ns:
+            self.first_expiry_ns = min(self.first_expiry_ns or expires_ns, expires_ns)
             self.last_expiry_ns = max(self.last_expiry_ns, expires_ns)
         else:
             self.never_expires = True

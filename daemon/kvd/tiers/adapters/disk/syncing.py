@@ -76,6 +76,12 @@ class Syncer:
             return False
         return not failed
 
+    def sync_all_within(self, deadline_s: float) -> None:
+        """`sync_all`, waited for until the deadline; a device that takes longer is left to it."""
+        thread = threading.Thread(target=self.sync_all, name="kvd-disk-last-sync", daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+
     def start(self, interval_s: float, done: Callable[[bool], None] = lambda _ok: None) -> None:
         """Sync every `interval_s` from a thread of our own."""
 
