@@ -89,7 +89,7 @@ def rounds(make: MakeDaemon, count: int, seed: int, *flags: str) -> None:
         threads = [threading.Thread(target=write, args=(daemon, ledger, KEYS[i::3], seed + 10 * round_ + i)) for i in range(3)]
         for thread in threads:
             thread.start()
-        time.sleep(chance.uniform(0.02, 0.7))
+        time.sleep(chance.uniform(0.02, 0.5))
         os.kill(daemon.pid, signal.SIGKILL)
         daemon.wait()
         for thread in threads:
@@ -105,9 +105,8 @@ def rounds(make: MakeDaemon, count: int, seed: int, *flags: str) -> None:
     assert check(daemon, ledger) > 10
 
 
-@pytest.mark.parametrize("durability", ["none", "fsync"])
-def test_what_a_tier_acknowledged_survives(kvd_daemon: MakeDaemon, durability: str) -> None:
-    rounds(kvd_daemon, 5, random.SystemRandom().randrange(1 << 30), "--durability", durability)
+def test_what_a_tier_acknowledged_survives(kvd_daemon: MakeDaemon) -> None:
+    rounds(kvd_daemon, 4, random.SystemRandom().randrange(1 << 30))
 
 
 @pytest.mark.slow

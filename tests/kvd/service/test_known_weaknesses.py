@@ -170,22 +170,22 @@ def test_keys_that_differ_in_one_byte_are_different_keys(lasting: Daemon) -> Non
         assert client.get_many(keys) == [k * 200 for k in keys]
 
 
-@pytest.mark.parametrize("size", ["32MiB", "1GiB"])
-def test_a_tier_of_another_size_reads_the_old_one_right_or_not_at_all(kvd_daemon: MakeDaemon, size: str) -> None:
+def test_a_tier_of_another_size_reads_the_old_one_right_or_not_at_all(kvd_daemon: MakeDaemon) -> None:
     """There: a changed geometry was laid over the old bytes, and other keys' values came out."""
     daemon = kvd_daemon(max_bytes="16MiB", tier="128MiB")
     items = [(key(i), np.random.default_rng(i).bytes(100_000 + i)) for i in range(300)]
     with daemon.client(timeout_s=20) as client:
         assert all(client.put_many(items))
         client.flush()
-    daemon.stop()
-    daemon.words[daemon.words.index("--long-bytes") + 1] = size
-    daemon.start()
-    with daemon.client(timeout_s=20) as client:
-        got = client.get_many([k for k, _ in items])
-        assert all(data is None or data == items[i][1] for i, data in enumerate(got))
-        assert sum(data is not None for data in got) > (50 if size == "32MiB" else 299)
-        assert client.stats()["tiers"][0]["bytes_used"] <= client.stats()["tiers"][0]["bytes_limit"]
+    for size, least in (("1GiB", 300), ("32MiB", 50)):
+        daemon.stop()
+        daemon.words[daemon.words.index("--long-bytes") + 1] = size
+        daemon.start()
+        with daemon.client(timeout_s=20) as client:
+            got = client.get_many([k for k, _ in items])
+            assert all(data is None or data == items[i][1] for i, data in enumerate(got))
+            assert sum(data is not None for data in got) >= least
+            assert client.stats()["tiers"][0]["bytes_used"] <= client.stats()["tiers"][0]["bytes_limit"]
 
 
 def test_a_value_the_tier_refuses_is_not_called_durable(kvd_daemon: MakeDaemon) -> None:
@@ -239,8 +239,8 @@ def test_stats_cost_the_same_whatever_is_stored(kvd_daemon: MakeDaemon) -> None:
             return min(times)
 
         few = cost()
-        assert all(client.put_many([(key(i), b"v") for i in range(50_000)]))
-        assert client.stats()["entries"] == 50_000
+        assert all(client.put_many([(key(i), b"v") for i in range(20_000)]))
+        assert client.stats()["entries"] == 20_000
         assert cost() < few * 3 + 0.001
 
 
@@ -250,7 +250,7 @@ def test_memory_follows_what_is_held(kvd_daemon: MakeDaemon) -> None:
     with daemon.client() as client:
         sizes = []
         for _ in range(4):
-            assert all(client.put_many([(np.random.default_rng().bytes(32), b"v" * 100) for _ in range(12_000)]))
+            assert all(client.put_many([(np.random.default_rng().bytes(32), b"v" * 100) for _ in range(6_000)]))
             client.clear()
             sizes.append(rss(daemon))
         assert sizes[-1] - sizes[0] < 4 * MIB, sizes

@@ -40,10 +40,9 @@ def test_sigterm_writes_down_what_was_on_its_way(kvd_daemon: MakeDaemon) -> None
         assert client.stats()["tiers"][0]["hits_total"] == 60
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_both_signals_end_it_in_order(kvd_daemon: MakeDaemon, number: signal.Signals) -> None:
+def test_ctrl_c_ends_it_in_order_too(kvd_daemon: MakeDaemon) -> None:
     daemon = kvd_daemon(max_bytes="4MiB")
-    daemon.signal(number)
+    daemon.signal(signal.SIGINT)
     assert daemon.wait() == 0
 
 
@@ -169,7 +168,7 @@ class TestWedged:
             process.stderr.close()
 
     def test_sigterm_keeps_its_deadline(self, start: object) -> None:
-        process = start(1.0)  # type: ignore[operator]
+        process = start(0.5)  # type: ignore[operator]
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         process.wait(15)

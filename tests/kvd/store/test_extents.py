@@ -87,7 +87,7 @@ class Allocator(RuleBasedStateMachine):
             assert self.extents.free_pages == self.owner.count(None)
 
 
-Allocator.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Allocator.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestAllocator = Allocator.TestCase
 
 
@@ -106,8 +106,8 @@ def test_after_everything_is_freed_one_value_takes_it_all(sizes: list[int], rand
 
 def test_a_full_arena_of_tiny_values_holds_no_objects() -> None:
     """The grid of the system before this one took a lock and a list entry per slot."""
-    extents = Extents(1 << 20)
-    for _ in range(1 << 20):
+    extents = Extents(1 << 18)
+    for _ in range(1 << 18):
         extents.alloc(1)
     assert extents.free_pages == 0
     assert not extents._size

@@ -172,7 +172,7 @@ class Model(RuleBasedStateMachine):
         assert all(index.state_of[slot] == GONE for slot in self.gone)
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+Model.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestIndex = Model.TestCase
 
 

@@ -238,5 +238,5 @@ class Model(RuleBasedStateMachine):
                 assert slot == ABSENT
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=40, stateful_step_count=35, deadline=None)
 TestStore = Model.TestCase

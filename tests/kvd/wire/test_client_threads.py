@@ -148,7 +148,7 @@ def test_a_late_answer_gives_back_what_it_pinned(daemon: InProcess, tier: RamTie
 def test_a_late_answer_gives_back_what_it_was_lent(daemon: InProcess, tier: RamTier, client: Client) -> None:
     """The arena is full of values that the tier has not taken: a reserve waits, its asker gives up, room comes."""
     tier.stores.close()
-    client.timeout_s = 0.3
+    client.timeout_s = 1.0
     wrote = 0
     while client.put(key(wrote), b"x" * (1 << 20)):
         wrote += 1

@@ -20,7 +20,7 @@ from tests.support.processes import run_python, wait_until
 pytestmark = pytest.mark.real("kvd")
 
 KEEP = b"k" * 32
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_valid_frames_with_a_few_bytes_changed(daemon: Daemon, message: p.Reques
 
 
 @given(message=messages(tuple(kind for kind in REQUESTS if kind is not p.Drain)))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_well_formed_requests_with_absurd_values(daemon: Daemon, message: p.Request) -> None:
     """Any number a field can hold, any length of key: an answer or a refusal, never an accident."""
     assume(not (isinstance(message, p.Clear) and not message.namespace))  # clears everything, as it should

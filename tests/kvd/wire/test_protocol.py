@@ -50,13 +50,13 @@ def body(frame: bytearray) -> bytes:
 
 
 @given(messages(REQUESTS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_request_arrives_as_it_was_sent(message: p.Message) -> None:
     assert p.request_decoder.decode(body(p.encode(message))) == message
 
 
 @given(messages(ANSWERS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_answer_arrives_as_it_was_sent(message: p.Message) -> None:
     assert p.answer_decoder.decode(body(p.encode(message))) == message
 
