@@ -52,6 +52,9 @@ class Server:
         with log:
             self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
         self._ready = False
+        # In the middle of its exec it has no name yet, and who counts processes by name would miss it.
+        cmdline = Path(f"/proc/{self.process.pid}/cmdline")
+        wait_until(lambda: self.command()[0].encode() in cmdline.read_bytes(), what="the server's process")
         return self
 
     def wait(self) -> "Server":
@@ -169,6 +172,7 @@ class MotoServer(Server):
         url = f"http://127.0.0.1:{self.port}{path}"
         # The header tells moto which service and region an unsigned request is for.
         scope = "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-        request = urllib.request.Request(url, data=body, method=method, headers={"Authorization": f"AWS4-HMAC-SHA256 {scope}"})
+        headers = {"Authorization": f"AWS4-HMAC-SHA256 {scope}", "Content-Type": "application/octet-stream"}
+        request = urllib.request.Request(url, data=body, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             return bytes(answer.read())

@@ -6,6 +6,7 @@ of one identity (envelope and value), as a fault of the medium or another tool w
 """
 
 import contextlib
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,4 +124,44 @@ class Resp(Subject):
         assert self.server.ask("DEL", self.key(identity)) == b":1\r\n"
 
 
-SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "resp": Resp, "mock": Mock}
+class S3(Subject):
+    """A bucket of its own on moto's server."""
+
+    shared = True
+    needs = "s3"
+
+    def __init__(self, folder: Path, server: Any = None) -> None:
+        super().__init__(folder, server)
+        self.bucket = "kvt-" + secrets.token_hex(8)
+        server.request("PUT", f"/{self.bucket}")
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        rule = eviction or Eviction()
+        policy = {"eviction_policy": rule.policy, "trigger_watermark": rule.watermark, "eviction_ratio": rule.ratio}
+        spec = {
+            "type": "s3",
+            "bucket": self.bucket,
+            "prefix": "some/where",
+            "s3_endpoint": f"http://127.0.0.1:{self.server.port}",
+            "aws_access_key_id": "test",
+            "aws_secret_access_key": "test",
+            "timeout": "5s",
+            "max_capacity_gb": max_bytes / (1 << 30),
+        }
+        (adapter,) = registry.build([spec | ({"eviction": policy} if eviction else {})])
+        return adapter
+
+    def _url(self, identity: Identity) -> str:
+        return f"/{self.bucket}/some/where/v1/{identity[:32].hex()}/{identity[32:].hex()}"
+
+    def raw(self, identity: Identity) -> bytes:
+        return bytes(self.server.request("GET", self._url(identity)))
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        self.server.request("PUT", self._url(identity), body)
+
+    def remove(self, identity: Identity) -> None:
+        self.server.request("DELETE", self._url(identity))
+
+
+SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "s3": S3, "resp": Resp, "mock": Mock}

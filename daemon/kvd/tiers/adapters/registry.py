@@ -195,6 +195,7 @@ KINDS = {
 TYPES: dict[str, str] = {
     "disk": __name__,
     "fs": "kvd.tiers.adapters.fs",
+    "s3": "kvd.tiers.adapters.s3",
     "resp": "kvd.tiers.adapters.resp",
     "mock": "kvd.tiers.adapters.mock",
     "fault_inject": "kvd.tiers.adapters.fault_inject",

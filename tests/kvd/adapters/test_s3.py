@@ -1,0 +1,192 @@
+"""`s3` on moto's server: away at start, killed, frozen, denied, no bucket; what it counts; a daemon over it."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.tiers.adapters import registry
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.s3 import S3Adapter
+from tests.kvd.adapters.subjects import S3
+from tests.kvd.adapters.test_conformance import body, get, ident, put
+from tests.kvd.tiers.ram_tier import running
+from tests.support.processes import wait_until
+from tests.support.servers import MotoServer, Server, free_port
+
+pytestmark = pytest.mark.real("s3")
+
+
+def adapter_at(port: int, bucket: str, **more: Any) -> Adapter:
+    spec = {"type": "s3", "bucket": bucket, "s3_endpoint": f"http://127.0.0.1:{port}", "timeout": "1s", **more}
+    (adapter,) = registry.build([{"aws_access_key_id": "test", "aws_secret_access_key": "test", **spec}])
+    return adapter
+
+
+@pytest.fixture
+def moto(servers: dict[str, Server]) -> MotoServer:
+    server = servers["s3"].wait()
+    assert isinstance(server, MotoServer)
+    return server
+
+
+@pytest.fixture
+def bucket(moto: MotoServer, tmp_path: Path) -> str:
+    return S3(tmp_path, moto).bucket
+
+
+@pytest.fixture
+def late() -> Iterator[MotoServer]:
+    """A server that is started by the test."""
+    server = MotoServer()
+    try:
+        yield server
+    finally:
+        server.remove()
+
+
+def test_a_server_that_is_away_at_the_start_is_used_when_it_comes(late: MotoServer, caplog: pytest.LogCaptureFixture) -> None:
+    adapter = adapter_at(late.port, "late", max_capacity_gb=1)
+    adapter.open()
+    wait_until(lambda: "serving without it" in caplog.text, what="the warning")
+    for call in (
+        lambda: put(adapter, 1),
+        lambda: adapter.lookup([ident(1)]),
+        lambda: get(adapter, 1),
+        lambda: adapter.delete([ident(1)]),
+    ):
+        with pytest.raises(AdapterError, match=f"at http://127.0.0.1:{late.port}/late"):
+            call()
+    late.start().wait()
+    late.request("PUT", "/late")
+    assert put(adapter, 1).ok
+    assert get(adapter, 1) == body(1)
+    adapter.close()
+
+
+def test_a_server_that_hangs_fails_within_the_timeout(moto: MotoServer, bucket: str) -> None:
+    adapter = adapter_at(moto.port, bucket, timeout="200ms")
+    adapter.open()
+    put(adapter, 1)
+    moto.freeze()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(AdapterError):
+            get(adapter, 1)
+        assert time.monotonic() - begun < 8
+    finally:
+        moto.thaw()
+    wait_until(lambda: get(adapter, 1) == body(1), what="the server to answer again")
+    adapter.close()
+
+
+def test_no_such_bucket_is_an_error_and_not_a_miss(moto: MotoServer) -> None:
+    adapter = adapter_at(moto.port, "there-is-no-such-bucket")
+    adapter.open()
+    with pytest.raises(AdapterError, match="cannot store") as caught:
+        put(adapter, 1)
+    assert "\n" not in caught.value.message
+    adapter.close()
+
+
+def test_a_batch_is_moved_side_by_side(moto: MotoServer, bucket: str) -> None:
+    adapter = adapter_at(moto.port, bucket, timeout="10s")
+    adapter.open()
+    items = [Item(ident(n), memoryview(body(n))) for n in range(40)]
+    assert adapter.store(items) == [Stored(True, "", Durability.FSYNC)] * 40
+    buffers = [bytearray(5000) for _ in items]
+    assert adapter.load([Want(ident(n), memoryview(buffers[n])) for n in range(40)]) == [Loaded.OK] * 40
+    assert [bytes(buffer) for buffer in buffers] == [body(n) for n in range(40)]
+    adapter.close()
+
+
+def test_without_a_limit_it_still_counts_what_is_there(moto: MotoServer, bucket: str) -> None:
+    first = adapter_at(moto.port, bucket)
+    first.open()
+    for number in range(5):
+        put(first, number)
+    assert first.usage().entries == 5
+    first.delete([ident(0)])
+    first.close()
+    second = adapter_at(moto.port, bucket)
+    second.open()
+    wait_until(lambda: second.usage().entries == 4, what="the listing")
+    assert second.usage().bytes_used == 4 * 5128
+    assert second.usage().bytes_limit == 0
+    second.close()
+
+
+def test_prefixes_keep_daemons_apart_and_foreign_objects_are_left_alone(moto: MotoServer, bucket: str) -> None:
+    mine = adapter_at(moto.port, bucket, prefix="/mine/")
+    other = adapter_at(moto.port, bucket, prefix="other", name="other")
+    put(mine, 1)
+    put(other, 2)
+    moto.request("PUT", f"/{bucket}/mine/v1/README", b"x")
+    moto.request("PUT", f"/{bucket}/mine/v2/{'00' * 32}/{'00' * 32}", b"x")
+    assert [identity for identity, _ in mine.enumerate()] == [ident(1)]
+    mine.delete_namespace(ident(1)[:32])
+    assert get(other, 2) == body(2)
+    assert moto.request("GET", f"/{bucket}/mine/v1/README") == b"x"
+    for adapter in (mine, other):
+        adapter.close()
+
+
+def test_a_huge_object_in_our_place_is_not_fetched(moto: MotoServer, tmp_path: Path) -> None:
+    subject = S3(tmp_path, moto)
+    with subject.opened() as adapter:
+        put(adapter, 1)
+        subject.set_raw(ident(1), subject.raw(ident(1)) + bytes(16 << 20))
+        assert adapter.lookup([ident(1)]) == [None]
+        assert get(adapter, 1) is Loaded.CORRUPT
+        assert put(adapter, 1).ok
+
+
+def test_values_above_the_limit_are_not_sent(moto: MotoServer, bucket: str) -> None:
+    adapter = adapter_at(moto.port, bucket, max_value_bytes=1000)
+    assert put(adapter, 1, bytes(1001)) == Stored(False, "too_large")
+    assert put(adapter, 2, bytes(1000)).ok
+    adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"s3_num_io_threads": 0}, "field 's3_num_io_threads': not a number from 1 to 256"),
+        ({"max_capacity_gb": -1}, "field 'max_capacity_gb'"),
+        ({"s3_endpont": "x"}, "unknown field 's3_endpont'"),
+        ({"aws_secret_access_key": "env:KVT_NOT_SET"}, "environment variable KVT_NOT_SET is not set"),
+    ],
+)
+def test_what_cannot_be_meant(more: dict[str, Any], line: str) -> None:
+    with pytest.raises(AdapterConfigError, match=line):
+        adapter_at(1, "bucket", **more)
+
+
+def test_endpoints() -> None:
+    made = registry.build([{"type": "s3", "bucket": "b", "s3_endpoint": "minio:9000", "disable_tls": True}])[0]
+    assert isinstance(made, S3Adapter)
+    assert made.where == "https://minio:9000/b"
+    made.close()
+
+
+def test_a_daemon_over_s3(moto: MotoServer, bucket: str) -> None:
+    keys = [bytes([i]) * 32 for i in range(12)]
+    with running(adapter_at(moto.port, bucket, timeout="10s")) as daemon, daemon.client(timeout_s=10) as client:
+        for i, key in enumerate(keys):
+            assert client.put(key, bytes([i]) * 30_000)
+        assert client.flush(timeout_s=20) == "fsync"
+        daemon.evict_all()
+        assert client.prefix(keys).length == 12
+        assert client.get_many(keys) == [bytes([i]) * 30_000 for i in range(12)]
+        assert client.clear() == 12
+        assert client.get(keys[0]) is None
+
+
+def test_a_daemon_over_no_server_serves(servers: dict[str, Server]) -> None:
+    with running(adapter_at(free_port(), "none"), drain_s=0.3) as daemon, daemon.client() as client:
+        assert client.put(b"k" * 32, b"value" * 1000)
+        assert client.get(b"k" * 32) == b"value" * 1000
+        assert client.get(b"x" * 32) is None
+        assert daemon.tier().name == "s3"
