@@ -3,6 +3,9 @@
 daemon      puts arena, store, tiers and server together; signals, drain, readiness
 server      the socket: who may come in, the handshake, frames in and out
 peers       whose process is at the other end, and when it is gone
+faults      what no request may ask for: sizes and lengths, checked before anything is touched
 operations  one method a request: store first, tiers where the store has nothing
+gather      pinning a run of keys in RAM while the rest comes up from tiers
+rounds      listing and clearing everything in small steps
 stats       the stats segment: names, meanings, and how they are filled
 """
