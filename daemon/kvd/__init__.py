@@ -11,6 +11,8 @@ wire        what travels: protocol, client
 store       what is in RAM: decides, no I/O
 tiers       what lies below: adapters, promotion, breakers
 connector   what runs inside the engine
+bench       what this host can do: kvd bench
+demo        the daemon's story in a minute: make demo
 errors      the exception tree
 """
 

@@ -1,5 +1,6 @@
 """What runs: the daemon's process.
 
+settings    flags, environment, file and defaults, turned into options; the process around the daemon
 daemon      puts arena, store, tiers and server together; signals, drain, readiness
 server      the socket: who may come in, the handshake, frames in and out
 peers       whose process is at the other end, and when it is gone
