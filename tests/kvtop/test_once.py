@@ -214,6 +214,18 @@ def test_text_and_json_never_import_textual(shm: Path) -> None:
     assert run_python("import sys, kvtop.app; assert 'textual' not in sys.modules and 'msgspec' not in sys.modules").rc == 0
 
 
+@pytest.mark.real("segments")
+def test_names_views_and_themes_complete(shm_name: Callable[[], str]) -> None:
+    from kvtop.app import _segments, _themes, _views
+
+    name = shm_name()
+    pool.create_pool(name, GIB)
+    assert name in _segments(name[:-1])
+    assert _segments("nothing-begins-like-this") == []
+    assert _views("seg") == ["segments"]
+    assert _themes("sa") == ["safe"]
+
+
 # --- settings --------------------------------------------------------------------------------------------------------------
 
 

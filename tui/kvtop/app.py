@@ -10,9 +10,31 @@ from typing import Annotated, Any
 import typer
 
 from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app
+from kvtools.errors import KvError
 from kvtools.segments.files import SHM
+from kvtools.segments.pool import candidates
 
 app = new_app("Segments, tiers and hit rates, live on one screen.", callback=False)
+
+
+def _segments(incomplete: str) -> list[str]:
+    """Names of segments for the shell: the folder is listed, nothing is opened."""
+    try:
+        return [name for name in candidates(SHM) if name.startswith(incomplete)]
+    except KvError:
+        return []
+
+
+def _views(incomplete: str) -> list[str]:
+    from kvtop.keys import VIEWS
+
+    return [name for name, _, _ in VIEWS if name.startswith(incomplete)]
+
+
+def _themes(incomplete: str) -> list[str]:
+    from kvtop.palette import PALETTES
+
+    return [name for name in PALETTES if name.startswith(incomplete)]
 
 
 def _option(*names: str, **more: Any) -> Any:
@@ -20,7 +42,10 @@ def _option(*names: str, **more: Any) -> Any:
 
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAME...]", help="Segments to show; all when none is named.", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="[NAME...]", help="Segments to show; all when none is named.", show_default=False, autocompletion=_segments
+    ),
 ]
 Refresh = Annotated[
     str | None, _option("-r", "--refresh", metavar="SECONDS", help="Seconds between readings (default 1; 500ms works too).")
@@ -31,12 +56,18 @@ Alerts = Annotated[
     list[str] | None,
     _option("--alert", metavar="RULE", help="What to warn of: 'segment.share>=90', 'hit_rate<0.5:crit'; may be repeated."),
 ]
-ViewName = Annotated[str | None, _option("--view", metavar="VIEW", help="View to open or print: overview, segments, tiers, ...")]
+ViewName = Annotated[
+    str | None,
+    _option("--view", metavar="VIEW", help="View to open or print: overview, segments, tiers, ...", autocompletion=_views),
+]
 Words = Annotated[str, _option("--filter", metavar="WORDS", help="Show only rows that match, as / does.")]
 Sort = Annotated[str, _option("--sort", metavar="COLUMN", help="Column to sort by; -COLUMN turns the order round.")]
 Readonly = Annotated[bool | None, _option("--readonly", help="Take away every key that changes anything.")]
 Ascii = Annotated[bool | None, _option("--ascii", help="Draw with ASCII characters only.")]
-Theme = Annotated[str | None, _option("--theme", metavar="NAME", help="dusk, paper, safe (colour-blind), contrast, ansi or mono.")]
+Theme = Annotated[
+    str | None,
+    _option("--theme", metavar="NAME", help="dusk, paper, safe (colour-blind), contrast, ansi or mono.", autocompletion=_themes),
+]
 ShowConfig = Annotated[bool, _option("--show-config", help="Print each setting and where it came from.")]
 Shm = Annotated[Path, _option("--shm", metavar="DIR", help="Where segments lie.")]
 Metrics = Annotated[
