@@ -14,13 +14,16 @@ import mmap
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from kvtools.segments.stats import find_stats, read_stats
 from tests.bench.measure import Result, seconds
 from tests.support.daemon import Daemon
 from tests.support.engine import PYTHON, Engine, model, prompt
@@ -40,6 +43,8 @@ class Times:
     loaded_bytes: int = 0
     copy_s: float = 0.0
     disk_s: float = 0.0
+    counted: dict[str, float] = field(default_factory=dict)
+    """The connector's own counters at the end of the first engine."""
     ways: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, way: str, answer: dict[str, Any], *, cached: bool) -> None:
@@ -71,8 +76,8 @@ def run(tokens: int, *, rounds: int = 3, size: str = "small") -> Times:
                     engine.ask("reset")
                     client.clear(arena_only=True, all_namespaces=True)
                     times.add("disk", engine.one(one, **how), cached=True)
-                metrics = engine.metrics()
-                times.loaded_bytes = int(metrics["vllm:kvd_load_bytes"] / metrics["vllm:kvd_loads"])
+                times.counted = _counters(engine.pid)
+                times.loaded_bytes = int(times.counted["load_bytes_total"] / times.counted["loads_total"])
             daemon.restart()
         with _engine(size, daemon, tokens) as engine:
             engine.one(prompt(64), **how)
@@ -81,6 +86,17 @@ def run(tokens: int, *, rounds: int = 3, size: str = "small") -> Times:
     finally:
         daemon.remove()
     return times
+
+
+def _counters(pid: int) -> dict[str, float]:
+    """What the connector's worker counted, from shared memory: it is a child of the engine's processes."""
+    for path in find_stats(kind="connector"):
+        reading = read_stats(path)
+        if not path.name.endswith("scheduler") and pid in {parent.pid for parent in psutil.Process(reading.pid).parents()}:
+            time.sleep(1.0)  # it writes twice a second
+            reading = read_stats(path)
+            return {metric.name: reading.get(metric.name) or 0 for metric in reading.schema}
+    raise AssertionError("the engine publishes no numbers")
 
 
 def _engine(size: str, daemon: Daemon, tokens: int) -> Engine:
@@ -145,6 +161,13 @@ def main() -> None:
         for way, found in times.ways.items():
             print(json.dumps({"way": way, "tokens": tokens, "seconds": [round(one, 4) for one in found]}))
         print(json.dumps({"bytes": times.loaded_bytes, "memcpy_s": round(times.copy_s, 4), "disk_s": round(times.disk_s, 4)}))
+        for kind in ("load", "save"):
+            moved, took = times.counted[f"{kind}_bytes_total"], times.counted[f"{kind}_seconds_total"]
+            print(
+                json.dumps(
+                    {"way": kind, "bytes": int(moved), "seconds": round(took, 4), "gib_per_s": round(moved / took / (1 << 30), 2)}
+                )
+            )
         for result in results(times):
             print(json.dumps(result.as_json()))
 
