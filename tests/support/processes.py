@@ -65,6 +65,11 @@ def run_python(code: str, *, env: Mapping[str, str] | None = None, timeout_s: fl
     return Ran(run.returncode, run.stdout, run.stderr)
 
 
+def in_ci() -> bool:
+    """Whether this is continuous integration, where nothing may be skipped."""
+    return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
+
+
 def mark_environment() -> None:
     """Put this run's mark into the environment, for `survivors`."""
     os.environ["KVTEST_RUN"] = RUN_ID

@@ -17,17 +17,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import in_ci
+
 ALLOWED_SKIPS = (
     (r"needs an? (AMD|NVIDIA) GPU", "no GPU on the machines that run continuous integration"),
     (r"needs hipFile", "needs AMD's driver and library"),
     (r"needs cuFile", "needs NVIDIA's driver and library"),
 )
 """Skips that CI accepts: a pattern of the reason, and why that is fine there."""
-
-
-def in_ci() -> bool:
-    """Whether this is continuous integration, where nothing may be skipped."""
-    return os.environ.get("CI", "").lower() in {"1", "true", "yes"}
 
 
 def allowed(reason: str) -> str:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support import system_packages
-from tests.support.real_parts import allowed, in_ci
+from tests.support.processes import in_ci
+from tests.support.real_parts import allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / ".venv" / "bin"
