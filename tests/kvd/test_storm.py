@@ -90,8 +90,11 @@ class Clients:
 
 
 def damage(tier: Path, chance: random.Random) -> None:
-    """Flip bits, cut a tail, or overwrite a piece of one of the tier's files."""
-    files = [path for path in tier.rglob("*") if path.is_file() and path.stat().st_size > 0]
+    """Flip bits, cut a tail, or overwrite a piece of one of the tier's files.
+
+    Not of the manifest: one that names another version is refused at the start, which is right and would end the storm.
+    """
+    files = [path for path in tier.rglob("*") if path.is_file() and path.stat().st_size > 0 and path.suffix != ".json"]
     if not files:
         return
     path = chance.choice(files)
