@@ -5,7 +5,8 @@
         kv.put(key, data)          # key: 32 bytes
         kv.get(key)
 
-app         kvd's commands
+app         kvd's commands, their flags
+commands    what they do
 service     what runs: server, operations, stats, the daemon's life
 wire        what travels: protocol, client
 store       what is in RAM: decides, no I/O

@@ -8,5 +8,7 @@ faults      what no request may ask for: sizes and lengths, checked before anyth
 operations  one method a request: store first, tiers where the store has nothing
 gather      pinning a run of keys in RAM while the rest comes up from tiers
 rounds      listing and clearing everything in small steps
+http        /metrics, /healthz and /readyz
+histogram   latencies as cumulative buckets
 stats       the stats segment: names, meanings, and how they are filled
 """

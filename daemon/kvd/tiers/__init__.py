@@ -1,5 +1,6 @@
 """What lies below the arena: does I/O, decides nothing about RAM.
 
-tiering    the ordered list of adapters: stores, look-ups, promotion, breakers
+tiering    the ordered list of tiers: what goes down, what comes up
+tier       one adapter at work: its queue, its threads, its breaker
 adapters   one module or package a store: base (the interface), disk (our region store), ...
 """
