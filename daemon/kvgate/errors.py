@@ -11,6 +11,7 @@ KvError
       +-- Unauthorized      401  no key, or a key nobody knows
       +-- Forbidden         403  the key may not do that; a foreign Host or Origin on a management path
       +-- UnknownModel      404
+      +-- MethodNotAllowed  405
       +-- Conflict          409  the model's state does not allow that (busy, already changing)
       +-- BodyTooLarge      413
       +-- QueueFull         429  + Retry-After
@@ -95,6 +96,12 @@ class UnknownModel(RequestError):
     """No model of this name is configured."""
 
     status, code, kind = 404, "model_not_found", "invalid_request_error"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, and takes another method."""
+
+    status, code, kind = 405, "method_not_allowed", "invalid_request_error"
 
 
 class Conflict(RequestError):

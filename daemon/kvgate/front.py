@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvgate.errors import BodyTooLarge, RequestError
+from kvgate import openapi
+from kvgate.errors import BodyTooLarge, MethodNotAllowed, RequestError
 from kvgate.manage import Management, failed, json, retry_after
 from kvgate.proxy import ClientGone, Proxy, Scope, read_body
 
@@ -50,8 +51,9 @@ class Front:
     def __init__(self, gate: "Gate", proxy: Proxy) -> None:
         self._gate = gate
         self._proxy = proxy
-        routes = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.model), *Management(gate).routes()]
-        self._rest = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RequestError: _request_error})
+        own = [Route("/v1/models", self.models), Route("/v1/models/{model:path}", self.model), Route("/openapi.json", self.openapi)]
+        self.routes = [*own, *Management(gate).routes()]
+        self._rest = Starlette(routes=self.routes, exception_handlers={HTTPException: _http_error, RequestError: _request_error})
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -66,6 +68,8 @@ class Front:
             self._gate.guard.check(path, scope["headers"], inference=inference)
             if model_path and scope["method"] == "POST":
                 await self._model_request(scope, receive, send)
+            elif model_path:
+                raise MethodNotAllowed(f"{path} takes POST")
             else:
                 await self._rest(scope, receive, send)
         except RequestError as error:
@@ -80,6 +84,10 @@ class Front:
                 raise BodyTooLarge(f"the request body is longer than {config.max_body_bytes} bytes")
         body = await read_body(receive, config.max_body_bytes, config.body_timeout_s)
         await self._proxy.handle(scope, receive, send, body)
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json"""
+        return json(openapi.document(MODEL_PATHS, self._gate.router.backends))
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: the configured models, with what their engines say of them."""
@@ -102,6 +110,8 @@ async def _send(send: Any, error: RequestError, body: dict[str, object]) -> None
     data = msgspec.json.encode(body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in retry_after(error).items()]
+    if error.status == 405:
+        headers.append((b"allow", b"POST"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if isinstance(error, BodyTooLarge):

@@ -206,10 +206,8 @@ class Management:
         )
 
     async def sleep(self, request: Request) -> Response:
-        level = request.query_params.get("level")
-        if level not in {None, "1", "2"}:
-            return failed(BadRequest(f"level is 1 or 2, not {level!r}"))
-        mode = request.query_params.get("mode")
+        level = _one(request, "level", "1", "2")
+        mode = _one(request, "mode")
 
         async def act(backend: Backend) -> str:
             return await backend.machine.sleep(manual=True, level=int(level) if level else None, mode=mode)
@@ -218,7 +216,7 @@ class Management:
 
     async def wake(self, request: Request) -> Response:
         tags = request.query_params.getlist("tags")
-        force = request.query_params.get("force", "0") in {"1", "true"}
+        force = _one(request, "force", "0", "1", "true", "false") in {"1", "true"}
 
         async def act(backend: Backend) -> str:
             return await backend.machine.wake(tags=tags, force=force)
@@ -245,9 +243,19 @@ class Management:
         return json(body)
 
 
+def _one(request: Request, name: str, *words: str) -> str | None:
+    """A query parameter given once at most, and one of `words` where there are any. Raises BadRequest."""
+    given = request.query_params.getlist(name)
+    if len(given) > 1:
+        raise BadRequest(f"{name} is given {len(given)} times")
+    if given and words and given[0] not in words:
+        raise BadRequest(f"{name} is one of {', '.join(words)}, not {given[0][:40]!r}")
+    return given[0] if given else None
+
+
 def _seconds(request: Request, name: str, default: float, most: float = 1e9) -> float:
     """A query parameter in seconds. Raises BadRequest."""
-    given = request.query_params.get(name)
+    given = _one(request, name)
     if given is None:
         return default
     try:

@@ -1,10 +1,12 @@
 """Management endpoints: the peer's paths and fields, status codes that mean something, and metrics that parse."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from kvgate.front import MODEL_PATHS
 from kvgate.sleep import State
 from kvtools.segments.stats import instance_of_path, read_stats
 from tests.kvgate.fake_engine import FakeEngine
@@ -72,10 +74,12 @@ WRONG = (
     ("GET", "/traffic/stats?window=99999", 400),
     ("GET", "/models/idle?threshold=x", 400),
     ("POST", "/action/sleep/tiny?level=3", 400),
+    ("POST", "/action/sleep/tiny?level=1&level=2", 400),
+    ("POST", "/action/wakeup/tiny?force=yes", 400),
     ("GET", "/action/sleep/tiny", 405),
     ("GET", "/nowhere", 404),
     ("GET", "/v1/nowhere", 404),
-    ("GET", "/v1/completions", 404),
+    ("GET", "/v1/completions", 405),
     ("GET", "/v1/models/nope", 404),
 )
 
@@ -164,3 +168,17 @@ async def test_reload_of_a_broken_file_changes_nothing(tmp_path: Path) -> None:
             assert (status, body["success"]) == (400, False)
             assert "models.tiny: needs 'port'" in body["error"]
             assert (await client.complete())[0] == 200
+
+
+async def test_openapi_document_and_routes_are_the_same(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, FakeEngine() as other, running_gate(two(tmp_path, engine, other)) as client:
+        status, document, _ = await client.ask("/openapi.json")
+        assert (status, document["openapi"]) == (200, "3.1.0")
+        described = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
+        routed = {(path, "POST") for path in MODEL_PATHS}
+        for route in client.gate.app.routes:
+            assert route.methods is not None
+            routed |= {(route.path.replace(":path", ""), method) for method in route.methods - {"HEAD"}}
+        assert described == routed
+        references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+        assert set(references) == set(document["components"]["schemas"])
