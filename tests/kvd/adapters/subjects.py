@@ -15,9 +15,11 @@ from typing import Any
 from kvd.store.identity import Identity
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter
+from kvd.tiers.adapters.dax import DaxAdapter, MapMedium
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.mock import MockAdapter
+from kvd.tiers.adapters.raw_block import FileMedium, RawBlockAdapter
 
 
 class Subject(ABC):
@@ -28,6 +30,10 @@ class Subject(ABC):
     damageable = True
     empty_is_missing = False
     """An empty object cannot be told from none."""
+    indexed = False
+    """It knows in memory what it has: what is taken away behind its back is damage."""
+    slack = False
+    """Bytes behind a value's end are nobody's: they do not matter."""
     needs = ""
     """The server it lives on."""
 
@@ -124,6 +130,57 @@ class Resp(Subject):
         assert self.server.ask("DEL", self.key(identity)) == b":1\r\n"
 
 
+class RawBlock(Subject):
+    """A file with slots of 12 KiB, or 80 KiB where it is large."""
+
+    indexed = True
+    slack = True
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        slot = self.slot = (80 << 10) if max_bytes > 8 << 20 else (12 << 10)
+        return self.build(4096 + min(max_bytes, 8 << 20) // slot * slot, slot, eviction)
+
+    def build(self, capacity: int, slot: int, eviction: Eviction | None) -> Adapter:
+        medium = FileMedium("raw", self.folder / "slots", capacity, direct=True)
+        return RawBlockAdapter("raw", medium, slot, where=str(self.folder / "slots"), eviction=eviction)
+
+    def _offset(self, identity: Identity) -> int:
+        path = self.folder / "slots"
+        with path.open("rb") as file:
+            (offset,) = (
+                at for at in range(4096, path.stat().st_size, self.slot) if file.seek(at + 8) and file.read(64) == identity
+            )
+        return offset
+
+    def raw(self, identity: Identity) -> bytes:
+        raw = (self.folder / "slots").read_bytes()
+        at = self._offset(identity)
+        length = int.from_bytes(raw[at + 72 : at + 80], "little")
+        return raw[at : at + 128] + raw[at + 4096 : at + 4096 + length]
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        at = self._offset(identity)
+        with (self.folder / "slots").open("r+b") as file:
+            file.seek(at)
+            file.write(body[:128].ljust(128, b"\0"))
+            file.seek(at + 4096)
+            file.write(body[128:].ljust(self.slot - 4096, b"\0"))
+
+    def remove(self, identity: Identity) -> None:
+        at = self._offset(identity)
+        with (self.folder / "slots").open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(4096))
+
+
+class Dax(RawBlock):
+    """The same in a mapped file."""
+
+    def build(self, capacity: int, slot: int, eviction: Eviction | None) -> Adapter:
+        medium = MapMedium("dax", self.folder / "slots", capacity)
+        return DaxAdapter("dax", medium, slot, where=str(self.folder / "slots"), eviction=eviction)
+
+
 class S3(Subject):
     """A bucket of its own on moto's server."""
 
@@ -164,4 +221,4 @@ class S3(Subject):
         self.server.request("DELETE", self._url(identity))
 
 
-SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "s3": S3, "resp": Resp, "mock": Mock}
+SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "raw_block": RawBlock, "dax": Dax, "s3": S3, "resp": Resp, "mock": Mock}

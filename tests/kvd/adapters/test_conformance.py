@@ -176,23 +176,23 @@ def test_class_and_expiry_are_kept(subject: Subject) -> None:
 def test_it_stays_within_its_limit_and_says_what_it_holds(subject: Subject) -> None:
     limit = 1 << 20
     with subject.opened(max_bytes=limit) as adapter:
-        for number in range(300):
+        for number in range(260):
             assert put(adapter, number).ok
             assert adapter.usage().bytes_used <= limit
-        held = [n for n in range(300) if get(adapter, n) == body(n)]
-        assert 299 in held
-        assert 100 < len(held) < 300
-        assert adapter.counters.evictions == 300 - len(held)
+        held = [n for n in range(260) if get(adapter, n) == body(n)]
+        assert 259 in held
+        assert 80 < len(held) < 260
+        assert adapter.counters.evictions == 260 - len(held)
         usage = adapter.usage()
         assert usage.entries == len(held)
-        assert usage.bytes_limit == limit
+        assert limit - 16384 < usage.bytes_limit <= limit
         assert put(adapter, 1000, bytes(limit + 1)) == Stored(False, "too_large")
         before = adapter.usage()
     if not adapter.capabilities.durable:
         return
     with subject.opened(max_bytes=limit) as adapter:
         assert adapter.usage() == before
-        for number in range(300, 500):
+        for number in range(300, 360):
             assert put(adapter, number).ok
         assert adapter.usage().bytes_used <= limit
         assert adapter.counters.evictions > 50
@@ -214,7 +214,7 @@ def test_noop_refuses_what_does_not_fit(subject: Subject) -> None:
 def test_a_watermark_drops_a_share(subject: Subject) -> None:
     with subject.opened(max_bytes=1 << 20, eviction=Eviction("LRU", 0.5, 0.5)) as adapter:
         peak = 0
-        for number in range(200):
+        for number in range(130):
             assert put(adapter, number).ok
             peak = max(peak, adapter.usage().bytes_used)
         assert peak <= (1 << 19) + 16384
@@ -249,10 +249,14 @@ def test_a_damaged_object_is_a_miss_that_can_be_stored_again(subject: Subject, w
         else:
             subject.set_raw(ident(1), damage[where])
         result = get(adapter, 1)
+        if where == "longer" and subject.slack:
+            assert result == body(1)
+            return
         assert result in (Loaded.MISS, Loaded.CORRUPT)
         assert adapter.counters.corruptions == (result is Loaded.CORRUPT)
         assert adapter.counters.misses == (result is Loaded.MISS)
-        assert (result is Loaded.MISS) == (where == "missing" or (where == "empty" and subject.empty_is_missing))
+        is_missing = where == "missing" and not subject.indexed
+        assert (result is Loaded.MISS) == (is_missing or (where == "empty" and subject.empty_is_missing))
         assert get(adapter, 1) is Loaded.MISS, "what is damaged is taken away"
         assert put(adapter, 1).ok
         assert get(adapter, 1) == body(1)

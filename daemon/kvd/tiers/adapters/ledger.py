@@ -23,7 +23,9 @@ class Entry:
     hit: Hit
     pins: int = 0
     gone: bool = False
-    """Not held any more; its place is free once the last pin is off."""
+    """Not held any more."""
+    wiped: bool = False
+    """Its place may be given away once the last pin is off."""
 
 
 class Ledger:

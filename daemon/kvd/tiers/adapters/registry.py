@@ -195,6 +195,8 @@ KINDS = {
 TYPES: dict[str, str] = {
     "disk": __name__,
     "fs": "kvd.tiers.adapters.fs",
+    "raw_block": "kvd.tiers.adapters.raw_block",
+    "dax": "kvd.tiers.adapters.dax",
     "s3": "kvd.tiers.adapters.s3",
     "resp": "kvd.tiers.adapters.resp",
     "mock": "kvd.tiers.adapters.mock",

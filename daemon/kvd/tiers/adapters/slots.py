@@ -1,0 +1,420 @@
+"""Slots of one size on a medium of fixed size: what `raw_block` and `dax` have in common.
+
+Block 0 is the superblock: JSON of format, version, slot size, number of slots and a random generation, padded with zeros.
+Slot i lies at 4096 + i * slot_bytes: a header block of 4096 bytes (an envelope, a sequence number, XXH3-64 of these 136 bytes
+seeded with the generation, so that what an earlier format left behind is nothing; zeros), then the value.
+The index is in memory and is made anew at the start by reading every header, several at a time.
+
+A slot is given away only after its header was zeroed, so what was evicted, replaced or deleted does not come back with the
+next start; where a crash leaves two slots of one identity, the higher sequence number counts. A header whose value did not
+arrive in time is found by the value's checksum. Without `flush` all this holds for a crash of the daemon, not of the host.
+"""
+
+import json
+import logging
+import mmap
+import secrets
+import struct
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from kvd.store.identity import Identity
+from kvd.store.retention import expired
+from kvd.tiers.adapters import envelope
+from kvd.tiers.adapters.base import (
+    Adapter,
+    AdapterConfigError,
+    AdapterError,
+    Capabilities,
+    Durability,
+    Hit,
+    Item,
+    Loaded,
+    Stored,
+    Usage,
+    Want,
+)
+from kvd.tiers.adapters.kind import Eviction
+from kvd.tiers.adapters.ledger import Entry, Ledger
+
+log = logging.getLogger("kvd.tiers")
+
+BLOCK = 4096
+FORMAT, VERSION = "kvtools.slots", 1
+CLEAN = 1 << 20
+RECOVERY_THREADS = 8
+_SEQUENCE = struct.Struct("<Q")
+_HEADER = envelope.SIZE + _SEQUENCE.size
+_NONE = bytes(BLOCK)
+
+
+class Medium(ABC):
+    """Bytes at offsets. Offsets, lengths and addresses are multiples of BLOCK. Methods raise OSError; reads are whole."""
+
+    @abstractmethod
+    def open(self) -> int:
+        """Own it, and say how many bytes it has. Raises AdapterConfigError, AdapterError or OSError."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
+
+    @abstractmethod
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
+
+    @abstractmethod
+    def sync(self) -> None: ...
+
+
+class SlotAdapter(Adapter):
+    """Values in slots of `slot_bytes`, header included; see the module."""
+
+    capabilities = Capabilities(evict=True, enumerate=True, durable=True, exact_usage=True, local_index=True)
+
+    def __init__(
+        self,
+        name: str,
+        medium: Medium,
+        slot_bytes: int,
+        *,
+        where: str,
+        eviction: Eviction | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        super().__init__(name)
+        if slot_bytes % BLOCK or slot_bytes < 2 * BLOCK:
+            raise AdapterConfigError(
+                f"adapter {name} ({self.type}): field 'slot_bytes': {slot_bytes} is no multiple of {BLOCK}, or too small",
+                hint=f"the largest value, rounded up to {BLOCK}, and {BLOCK} more",
+            )
+        self.where = where
+        self.slot_bytes = slot_bytes
+        self.eviction = eviction or Eviction()
+        self._medium = medium
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._free: list[int] = []
+        self._slots = 0
+        self._sequence = 0
+        self._generation = 0
+        self._local = threading.local()
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        try:
+            size = self._medium.open()
+            try:
+                self._slots = (size - BLOCK) // self.slot_bytes
+                if self._slots < 1:
+                    raise AdapterConfigError(f"{self.name}: {self.where} has {size} bytes: not one slot of {self.slot_bytes} fits")
+                self._check_superblock(size)
+                self._recover()
+            except BaseException:
+                self._medium.close()
+                raise
+        except OSError as error:
+            raise AdapterError(f"{self.name}: cannot use {self.where}: {error.strerror or error}") from None
+
+    def _check_superblock(self, size: int) -> None:
+        block = self._block()
+        self._medium.read(0, [block])
+        raw = bytes(block)
+        if raw == _NONE:
+            self._format(size, block)
+            return
+        try:
+            found = json.loads(raw.rstrip(b"\0"))
+            held = found["format"], found["version"]
+            _ = found["slot_bytes"], found["slots"], found["generation"]
+        except (ValueError, TypeError, KeyError):
+            raise AdapterConfigError(
+                f"{self.name}: {self.where} holds something else", hint="if nobody needs that, zero its first MiB"
+            ) from None
+        if held != (FORMAT, VERSION):
+            raise AdapterConfigError(f"{self.name}: {self.where} holds {held[0]} version {held[1]}, not {FORMAT} version {VERSION}")
+        if found["slot_bytes"] != self.slot_bytes or found["slots"] > self._slots:
+            raise AdapterConfigError(
+                f"{self.name}: {self.where} has {found['slots']} slots of {found['slot_bytes']} bytes, "
+                f"not {self._slots} of {self.slot_bytes}",
+                hint="give the size it was made with, or zero its first MiB to start anew",
+            )
+        self._slots, self._generation = found["slots"], found["generation"]
+
+    def _format(self, size: int, block: memoryview) -> None:
+        """Write a superblock, where nothing is: file systems have theirs in the first MiB, if not at its start."""
+        for offset in range(BLOCK, min(CLEAN, size) // BLOCK * BLOCK, BLOCK):
+            self._medium.read(offset, [block])
+            if bytes(block) != _NONE:
+                raise AdapterConfigError(
+                    f"{self.name}: {self.where} holds something else, at byte {offset}",
+                    hint="if nobody needs that, zero its first MiB",
+                )
+        self._generation = secrets.randbits(63)
+        mine = {"format": FORMAT, "version": VERSION, "slot_bytes": self.slot_bytes, "slots": self._slots}
+        block[:] = json.dumps(mine | {"generation": self._generation}).encode().ljust(BLOCK, b"\0")
+        self._medium.write(0, [block])
+
+    def _recover(self) -> None:
+        """Read all headers; the higher sequence number wins, and the loser is wiped."""
+        self._ledger, self._free, self._sequence = Ledger(), [], 0
+        rows: list[tuple[int, int, envelope.Head]] = []
+        share = -(-self._slots // RECOVERY_THREADS)
+        with ThreadPoolExecutor(RECOVERY_THREADS) as threads:
+            for part in threads.map(self._headers, range(0, self._slots, share), [share] * RECOVERY_THREADS):
+                rows += part
+        taken = set()
+        now = self._clock_ns()
+        for sequence, slot, head in sorted(rows, key=lambda row: row[0]):
+            self._sequence = max(self._sequence, sequence)
+            if expired(head.expires_ns, now):
+                self._wipe(slot)
+                continue
+            older = self._ledger.add(head.identity, Entry(slot, self.slot_bytes, head.hit))
+            taken.add(slot)
+            if older is not None:
+                self._wipe(older.place)
+                taken.discard(older.place)
+        self._free = [slot for slot in range(self._slots - 1, -1, -1) if slot not in taken]
+
+    def _headers(self, first: int, count: int) -> list[tuple[int, int, envelope.Head]]:
+        """Sequence, slot and envelope of those of these slots that hold something."""
+        rows = []
+        block = self._block()
+        for slot in range(first, min(first + count, self._slots)):
+            self._medium.read(self._offset(slot), [block])
+            if (found := _read_header(block, self._generation)) is not None and found[1].length <= self.slot_bytes - BLOCK:
+                rows.append((found[0], slot, found[1]))
+        return rows
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        try:
+            self._medium.sync()
+        except OSError as error:
+            log.warning("%s: cannot sync %s: %s", self.name, self.where, error.strerror or error)
+        self._medium.close()
+
+    # ---- slots -------------------------------------------------------------------------------------------------------
+
+    def _offset(self, slot: int) -> int:
+        return BLOCK + slot * self.slot_bytes
+
+    def _block(self) -> memoryview:
+        """This thread's header block."""
+        if not hasattr(self._local, "block"):
+            self._local.block = memoryview(mmap.mmap(-1, BLOCK))
+        return self._local.block  # type: ignore[no-any-return]
+
+    def _bounce(self, length: int) -> memoryview:
+        """This thread's aligned buffer for values that do not lie aligned in the arena, up to the next block."""
+        if not hasattr(self._local, "bounce"):
+            self._local.bounce = memoryview(mmap.mmap(-1, self.slot_bytes - BLOCK))
+        return self._local.bounce[: -(-length // BLOCK) * BLOCK]  # type: ignore[no-any-return]
+
+    def _wipe(self, slot: int) -> None:
+        block = self._block()
+        block[:] = _NONE
+        self._medium.write(self._offset(slot), [block])
+
+    def _let_go(self, entry: Entry) -> None:
+        """Wipe and free the place of an entry that is gone; whoever still reads it does so when the last one is done."""
+        self._wipe(entry.place)
+        with self._lock:
+            entry.wiped = True
+            if not entry.pins:
+                self._free.append(entry.place)
+
+    def _unpin(self, entry: Entry) -> None:
+        with self._lock:
+            entry.pins -= 1
+            if entry.wiped and not entry.pins:
+                self._free.append(entry.place)
+
+    def _slot(self) -> int | None:
+        """A free slot, made free if need be; None where that cannot be."""
+        while True:
+            victims: list[Entry] = []
+            with self._lock:
+                limit = self._slots * self.slot_bytes
+                left = self.eviction.excess(self._ledger.used, self.slot_bytes, limit)
+                if not left and self._free:
+                    return self._free.pop()
+                now = self._clock_ns()
+                while left > 0 and (victim := self._ledger.victim(now)) is not None:
+                    entry = self._ledger.remove(victim)
+                    assert entry is not None
+                    victims.append(entry)
+                    left -= entry.size
+                if not victims:
+                    return self._free.pop() if self._free else None
+                self.counters.evictions += len(victims)
+            for entry in victims:
+                self._let_go(entry)
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def store(self, items: Sequence[Item]) -> list[Stored]:
+        results = []
+        failure: OSError | None = None
+        for item in items:
+            try:
+                result = self._store(item)
+            except OSError as error:
+                self.counters.io_errors += 1
+                failure, result = error, Stored(False, "io_error")
+            if result.ok:
+                self.counters.stores += 1
+                self.counters.store_bytes += len(item.data)
+            else:
+                self.counters.store_failures += 1
+            results.append(result)
+        if failure is not None and not any(result.ok for result in results):
+            raise AdapterError(f"{self.name}: cannot write to {self.where}: {failure.strerror or failure}")
+        return results
+
+    def _store(self, item: Item) -> Stored:
+        length = len(item.data)
+        if expired(item.expires_ns, self._clock_ns()):
+            return Stored(False, "expired")
+        if length > self.slot_bytes - BLOCK:
+            return Stored(False, "too_large")
+        slot = self._slot()
+        if slot is None:
+            return Stored(False, "full")
+        try:
+            self._write(slot, item)
+        except OSError:
+            with self._lock:
+                self._free.insert(0, slot)
+            raise
+        with self._lock:
+            hit = Hit(length, item.retention, item.expires_ns)
+            before = self._ledger.add(item.identity, Entry(slot, self.slot_bytes, hit))
+        if before is not None:
+            self._let_go(before)
+        return Stored(True, "", Durability.NONE)
+
+    def _write(self, slot: int, item: Item) -> None:
+        with self._lock:
+            self._sequence += 1
+            sequence = self._sequence
+        block = self._block()
+        block[:] = _header(item, sequence, self._generation)
+        length = len(item.data)
+        data = item.padded
+        if data is None and length:
+            data = self._bounce(length)
+            data[:length] = item.data
+            data[length:] = bytes(len(data) - length)
+        self._medium.write(self._offset(slot), [block, data] if data is not None else [block])
+
+    def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        now = self._clock_ns()
+        with self._lock:
+            entries = [self._ledger.get(identity, now) for identity in identities]
+        return [entry.hit if entry is not None else None for entry in entries]
+
+    def load(self, wants: Sequence[Want]) -> list[Loaded]:
+        results = []
+        counters = self.counters
+        for want in wants:
+            result = self._load(want)
+            if result is Loaded.OK:
+                counters.hits += 1
+                counters.load_bytes += len(want.into)
+            counters.misses += result is Loaded.MISS
+            counters.corruptions += result is Loaded.CORRUPT
+            counters.io_errors += result is Loaded.ERROR
+            results.append(result)
+        return results
+
+    def _load(self, want: Want) -> Loaded:
+        with self._lock:
+            entry = self._ledger.get(want.identity, self._clock_ns())
+            if entry is None or entry.hit.length != len(want.into):
+                return Loaded.MISS
+            entry.pins += 1
+            self._ledger.touch(want.identity)
+        try:
+            good = self._read(entry.place, want)
+        except OSError:
+            return Loaded.ERROR
+        finally:
+            self._unpin(entry)
+        if good:
+            return Loaded.OK
+        with self._lock:
+            if entry.gone:  # replaced or deleted while we read
+                return Loaded.MISS
+            self._ledger.remove(want.identity)
+        try:
+            self._let_go(entry)
+        except OSError:
+            pass  # it stays out of use until the next start
+        return Loaded.CORRUPT
+
+    def _read(self, slot: int, want: Want) -> bool:
+        """Fill the buffer; whether it is what was stored."""
+        block = self._block()
+        length = len(want.into)
+        data = want.padded if want.padded is not None else self._bounce(length)
+        self._medium.read(self._offset(slot), [block, data] if length else [block])
+        found = _read_header(block, self._generation)
+        if found is None or found[1].identity != want.identity or not envelope.intact(found[1], data[:length]):
+            return False
+        if want.padded is None:
+            want.into[:] = data[:length]
+        return True
+
+    def delete(self, identities: Sequence[Identity]) -> int:
+        with self._lock:
+            gone = [entry for identity in identities if (entry := self._ledger.remove(identity)) is not None]
+        try:
+            for entry in gone:
+                self._let_go(entry)
+        except OSError as error:
+            self.counters.io_errors += 1
+            raise AdapterError(f"{self.name}: cannot write to {self.where}: {error.strerror or error}") from None
+        return len(gone)
+
+    def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        with self._lock:
+            rows = list(self._ledger.items(self._clock_ns()))
+        yield from rows
+
+    def usage(self) -> Usage:
+        with self._lock:
+            return Usage(self._ledger.used, self._slots * self.slot_bytes, len(self._ledger))
+
+    def flush(self) -> Durability:
+        try:
+            self._medium.sync()
+        except OSError as error:
+            self.counters.io_errors += 1
+            raise AdapterError(f"{self.name}: cannot sync {self.where}: {error.strerror or error}") from None
+        return Durability.FSYNC
+
+    def describe(self) -> dict[str, object]:
+        return {"path": self.where, "slot_bytes": self.slot_bytes, "slots": self._slots}
+
+
+def _header(item: Item, sequence: int, generation: int) -> bytes:
+    body = envelope.seal(item) + _SEQUENCE.pack(sequence)
+    return (body + _SEQUENCE.pack(xxhash.xxh3_64_intdigest(body, seed=generation))).ljust(BLOCK, b"\0")
+
+
+def _read_header(block: memoryview, generation: int) -> tuple[int, envelope.Head] | None:
+    """The sequence number and the envelope; None where there is none, or a damaged one."""
+    body = bytes(block[:_HEADER])
+    if _SEQUENCE.unpack_from(block, _HEADER)[0] != xxhash.xxh3_64_intdigest(body, seed=generation):
+        return None
+    head = envelope.open_head(body)
+    return None if head is None else (_SEQUENCE.unpack_from(body, envelope.SIZE)[0], head)
