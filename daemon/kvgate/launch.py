@@ -36,6 +36,8 @@ def run_serve(
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(package)
     logging.basicConfig(level=_LEVELS[log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # Its start and stop are told here, in our words.
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, _LEVELS[log_level]))
     # What breaks off in the middle of an answer is logged by the proxy with its reason; uvicorn would add an error without one.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in record.getMessage())
     _run(config, allow_open)

@@ -150,6 +150,11 @@ async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = F
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
+        running = sum(backend.lane.running for backend in gate.router.backends.values())
+        if gate.draining:
+            log.info("stopping at once: %d requests are cut", running)
+        else:
+            log.info("stopping: %d requests have %g s to end", running, config.shutdown_timeout_s)
         server.force_exit = gate.draining
         gate.draining = server.should_exit = True
 
@@ -170,3 +175,4 @@ async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = F
     finally:
         gate.draining = True
         await gate.stop()
+        log.info("stopped")
