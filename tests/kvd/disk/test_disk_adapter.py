@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import stat
 import subprocess
@@ -10,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvd.store.retention import Retention
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
-from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.disk import DiskAdapter, RealStorage
 from kvd.tiers.adapters.disk.geometry import plan
 from tests.kvd.disk.helpers import get, get_as, identity, item, opened, put, value
 
@@ -289,6 +291,12 @@ def not_root():
         os.seteuid(mine)
 
 
+def test_a_folder_that_cannot_be_made_is_refused():
+    with pytest.raises(AdapterConfigError, match="cannot use /proc/nowhere/store") as error:
+        opened(Path("/proc/nowhere/store"))
+    assert error.value.hint
+
+
 def test_a_read_only_folder_is_refused():
     with tempfile.TemporaryDirectory(prefix="kvt-") as folder:  # pytest's own folders are closed to others
         Path(folder).chmod(0o555)
@@ -347,6 +355,73 @@ def test_readers_race_with_eviction_and_never_see_other_bytes(tmp_path):
     assert loads[0] > 0
     assert adapter.counters.corruptions == 0
     assert adapter.counters.evictions > 100
+    adapter.close()
+
+
+def test_a_reader_caught_by_an_eviction_gets_its_bytes(tmp_path):
+    """The read has begun; meanwhile its region is evicted and everything in the store is written over."""
+
+    class Stopping(RealStorage):
+        def __init__(self) -> None:
+            self.armed = False
+            self.begun, self.go_on = threading.Event(), threading.Event()
+
+        def preadv(self, fd, buffers, offset):
+            if self.armed and threading.current_thread() is not threading.main_thread():
+                self.begun.set()
+                assert self.go_on.wait(30)
+            return super().preadv(fd, buffers, offset)
+
+    io = Stopping()
+    adapter = opened(tmp_path, 1 << 20, io=io)
+    assert put(adapter, identity(0), value(0, 30_000))
+    io.armed = True
+    found = []
+    thread = threading.Thread(target=lambda: found.append(get(adapter, identity(0))))
+    thread.start()
+    assert io.begun.wait(30)
+    for number in range(1, 100):
+        assert put(adapter, identity(number), value(number, 30_000))
+    assert adapter.lookup([identity(0)]) == [None]
+    before = len(os.listdir("/proc/self/fd"))
+    io.go_on.set()
+    thread.join()
+    assert found == [value(0, 30_000)]
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    adapter.close()
+
+
+def test_everything_at_once_and_a_restart_finds_the_same(tmp_path):
+    """Stores, overwrites, deletes, clears, loads and evictions from six threads; then memory and disk agree exactly."""
+    adapter = opened(tmp_path / "store", 2 << 20)
+    stop = time.monotonic() + 2
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < stop:
+            names = [identity(rng.randrange(60), rng.randrange(2)) for _ in range(rng.choice([1, 1, 4]))]
+            draw = rng.random()
+            if draw < 0.5:
+                kept = rng.choice([Retention.SHORT, Retention.LONG])
+                adapter.store([item(name, name * rng.choice([1, 50, 70, 400]), kept, arena=True) for name in names])
+            elif draw < 0.65:
+                adapter.delete(names)
+            elif draw < 0.66:
+                adapter.delete_namespace(names[0][:32])
+            else:
+                for name in names:
+                    data = get(adapter, name)
+                    assert data is None or data == name * (len(data) // 64)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
+    shutil.copytree(tmp_path / "store", tmp_path / "killed")
+    again = opened(tmp_path / "killed", 2 << 20)
+    assert dict(again.enumerate()) == dict(adapter.enumerate())
+    assert again.usage() == adapter.usage()
+    assert adapter.counters.corruptions == again.counters.corruptions == 0
+    assert adapter.counters.evictions > 0
+    again.close()
     adapter.close()
 
 

@@ -49,7 +49,7 @@ from kvd.tiers.adapters.disk.housekeeping import Housekeeper
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of
 from kvd.tiers.adapters.disk.region import Region, State
-from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage
+from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage, allow_open_files
 from kvd.tiers.adapters.disk.syncing import Syncer
 from kvd.tiers.adapters.disk.writer import Writer, reason_of
 
@@ -121,6 +121,7 @@ class DiskAdapter(Adapter):
     def open(self) -> None:
         """See Adapter. The folder is owned from here on."""
         started = time.perf_counter()
+        allow_open_files(self.geometry.regions)
         self._lock_fd = manifest.own(self._io, self.path)
         try:
             manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)

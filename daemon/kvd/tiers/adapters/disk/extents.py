@@ -1,6 +1,6 @@
 """Writing extents: one or two calls a group, in place from the caller's memory where that is aligned.
 
-A group is up to 256 values and 8 MiB, or one large value. The small ones' header pages and payloads go out in one vectored
+A group is up to 256 values and 4 MiB, or one large value. The small ones' header pages and payloads go out in one vectored
 write. Of a large value most of the payload is written first, while another thread computes its checksum; the header page
 follows together with the first part of the payload, so the device never waits for a hash nor does a 4 KiB write by itself.
 Values whose memory O_DIRECT cannot use are copied through an aligned buffer.
@@ -28,7 +28,7 @@ from kvd.tiers.adapters.disk.format import (
 from kvd.tiers.adapters.disk.region import Region
 from kvd.tiers.adapters.disk.storage import DirectIO, Storage, write_fully
 
-GROUP_BYTES = 8 << 20
+GROUP_BYTES = 4 << 20
 GROUP_EXTENTS = 256
 LARGE_BYTES = 4 << 20
 """A value above this is a group of its own, its checksum computed while it is written."""

@@ -1,7 +1,7 @@
 """Loading values: vectored reads from the extents straight into the caller's memory, then every check there is.
 
 Header page and payload are read together; values that lie next to each other in a region (the chunks of one prefix usually
-do) are read by one call, up to 16 MiB; larger values are read in pieces. While one read is checked the next two are under
+do) are read by one call, up to 4 MiB; larger values are read in pieces. While one read is checked the next two are under
 way, so that checksums cost no time beside the device's. A value is only OK when its header is exactly the one looked for:
 region, nonce, offset, identity, length, and both checksums. So a stale extent of a recycled file, a flipped bit or a torn write
 is a miss and never bytes.
@@ -40,7 +40,7 @@ from kvd.tiers.adapters.disk.index import Entry, at
 from kvd.tiers.adapters.disk.region import Region
 from kvd.tiers.adapters.disk.storage import DirectIO, Storage, read_fully
 
-RUN_BYTES = 16 << 20
+RUN_BYTES = 4 << 20
 RUN_EXTENTS = 256
 LARGE_BYTES = 8 << 20
 """From here on a value is read in pieces."""

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import NamedTuple, Protocol
 from kvtools.segments.files import lock_for_life
 
 Buffer = bytes | bytearray | memoryview
-WRITE_MAX = 0x7FFFF000
-"""The kernel moves no more than this in one call."""
+_SPARE_FILES = 256
+"""Open files that everything else in the process may need."""
 
 
 class DirectIO(NamedTuple):
@@ -237,6 +238,15 @@ class RealStorage:
         finally:
             if fd >= 0:
                 os.close(fd)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that `count` more fit. A region is one open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(list(Path("/proc/self/fd").iterdir())) + count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 def write_fully(io: Storage, fd: int, buffers: list[memoryview], offset: int) -> None:

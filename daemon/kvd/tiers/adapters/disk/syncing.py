@@ -46,8 +46,10 @@ class Syncer:
         for region in regions:
             with self._catalog.changed:
                 if region.state is State.GONE:
-                    # Evicted before it was stable: it must not be acknowledged, or an older version could outlive it.
-                    failed[region] = OSError(errno.ENOSPC, "evicted again at once")
+                    # Evicted in the meantime. If it was not even stable it must not be acknowledged: an older version of
+                    # some value could outlive it.
+                    if region.stable_end < region.data_end:
+                        failed[region] = OSError(errno.ENOSPC, "evicted again at once")
                     continue
                 region.pins += 1
             try:
