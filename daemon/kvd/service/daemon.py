@@ -207,6 +207,7 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             try:
                 self.store.tick()
+                self.tiering.tick()
                 if time.monotonic() - self._published > HEARTBEAT_S:
                     self._publish()
             except Exception:  # a tick edge: the next one may do better, and must come

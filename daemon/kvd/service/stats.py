@@ -100,7 +100,7 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "bytes_limit": ("bytes", "Bytes it may hold (0: no limit known).", lambda: tier.adapter.usage().bytes_limit),
         "entries": ("", "Values it holds.", lambda: tier.adapter.usage().entries),
         "queue": ("", "Changes waiting for it.", lambda: len(tier.queue)),
-        "breaker_open": ("", "1 while it is left alone because it failed.", lambda: int(tier.breaker.tripped)),
+        "breaker_open": ("", "1 while it is left alone because it failed or hangs.", lambda: int(tier.broken)),
     }
     totals: dict[str, tuple[str, str, Callable[[], float]]] = {
         "hits": ("", "Values loaded from it.", lambda: adapter.counters.hits),

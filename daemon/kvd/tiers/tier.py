@@ -44,6 +44,7 @@ FAILURES = 3
 CLOSE_S = 2.0
 """An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
+STUCK_S = 10.0
 
 
 class Receipt:
@@ -144,6 +145,8 @@ class Tier:
         """Who wants to know how long calls took."""
         self._under_way: set[Identity] = set()
         self._loads_under_way = 0
+        self._calls: dict[object, float] = {}  # calls into the adapter under way -> when they began
+        self._said_stuck = False
         self._closing = False
         self._full = False
         self._writers: set[asyncio.Task[None]] = set()
@@ -209,6 +212,26 @@ class Tier:
             self.doomed[identity] = self.doomed.get(identity, 0) + 1
         self._push(Erase(identities, receipt), first=first)
         return receipt
+
+    @property
+    def stuck(self) -> bool:
+        """A call into it has not returned for STUCK_S: no error to count, and nothing will come of waiting."""
+        return bool(self._calls) and self.store.monotonic() - min(self._calls.values()) > STUCK_S
+
+    @property
+    def broken(self) -> bool:
+        """It does not work now, be it that its breaker is open or that it hangs."""
+        return self.breaker.tripped or self.stuck
+
+    def look(self) -> None:
+        """Periodic: notice, and say once, that it hangs, and that it goes on."""
+        if self.stuck != self._said_stuck:
+            self._said_stuck = not self._said_stuck
+            if self._said_stuck:
+                log.warning("tier %s: a call has not returned for %.0f s: serving without it", self.name, STUCK_S)
+            else:
+                log.warning("tier %s: goes on", self.name)
+            self._changed()
 
     @property
     def busy(self) -> bool:
@@ -313,7 +336,8 @@ class Tier:
 
     async def _write(self, batch: list[tuple[Write, Identity]], slots: Slots, items: list[Item]) -> None:
         results: list[Stored] | None = None
-        begun = self.store.monotonic()
+        call = object()
+        begun = self._calls[call] = self.store.monotonic()
         try:
             results = _one_each(await self._loop.run_in_executor(self._changes, self.adapter.store, items), items)
             self._took(self.store_s, begun)
@@ -330,7 +354,7 @@ class Tier:
             log.exception("tier %s: store failed unexpectedly", self.name)
             self._failed(repr(error))
         finally:
-            del items
+            del items, self._calls[call]
             self.store.unpin(slots)
             self._under_way.difference_update(identity for _, identity in batch)
         if results is None:
@@ -389,7 +413,7 @@ class Tier:
 
     def has(self, identities: Sequence[Identity]) -> list[Hit | None]:
         """What the tier holds, for adapters with a local index; nothing while its breaker is open."""
-        if self._closing or self.breaker.open or not self.adapter.capabilities.local_index:
+        if self._closing or self.breaker.open or self.stuck or not self.adapter.capabilities.local_index:
             return [None] * len(identities)
         found = self.adapter.lookup(identities)
         if self.doomed:
@@ -439,7 +463,8 @@ class Tier:
         """Fill the buffers; they are not touched any more when this returns. Never raises."""
         if self._closing:
             return [Loaded.ERROR] * len(wants)
-        begun = self.store.monotonic()
+        call = object()
+        begun = self._calls[call] = self.store.monotonic()
         self._loads_under_way += 1
         try:
             results = _one_each(await self._loop.run_in_executor(self._loads, self.adapter.load, wants), wants)
@@ -453,6 +478,7 @@ class Tier:
             return [Loaded.ERROR] * len(wants)
         finally:
             self._loads_under_way -= 1
+            del self._calls[call]
         if Loaded.ERROR in results:
             self._failed("io_error")
         elif self.breaker.failures:

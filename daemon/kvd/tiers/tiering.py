@@ -133,12 +133,17 @@ class Tiering:
                 tier.erase(identities)
 
     def _progress(self) -> None:
-        self.store.evict_dirty = any(tier.breaker.tripped for tier in self.tiers)
+        self.store.evict_dirty = any(tier.broken for tier in self.tiers)
         self._room.set()
+
+    def tick(self) -> None:
+        """Periodic: notice tiers that hang."""
+        for tier in self.tiers:
+            tier.look()
 
     def pending(self) -> bool:
         """Whether values are on their way to a tier that works: room may come of it."""
-        return any(tier.busy and not tier.breaker.tripped for tier in self.tiers)
+        return any(tier.busy and not tier.broken for tier in self.tiers)
 
     async def wait_for_room(self, deadline_s: float) -> bool:
         """Wait for a tier to have taken something; False at the deadline (event-loop time)."""
