@@ -21,7 +21,7 @@ def test_a_hanging_store_counts_as_broken_and_the_arena_evicts_instead() -> None
         keys = [os.urandom(32) for _ in range(30)]
         assert client.put(keys[0], bytes(1 << 20))
         ram.stores.until_blocked()
-        wait_until(lambda: daemon.ask(lambda: daemon.tier().broken), what="the tier to be found out")
+        wait_until(lambda: daemon.ask(lambda: daemon.store.evict_dirty), what="the tier to be found out")
         assert all(client.put(key, bytes(1 << 20)) for key in keys), "a full arena takes new values all the same"
         stats = client.stats()
         assert stats["evictions_unwritten_total"] > 0
