@@ -11,6 +11,7 @@ import random
 import signal
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from kvd.tiers.adapters.disk import DiskAdapter
 from tests.kvd.disk.helpers import get, identity, item, value
 
 _NOTE = struct.Struct("<cHI")
-KEYS = 40
+KEYS = 42
+THREADS = 3
 LENGTHS = [100, 4096, 20_000, 300_000, 5 << 20]
 
 
@@ -29,22 +31,28 @@ def content(key: int, version: int) -> bytes:
 
 
 def write_until_killed(path: Path, budget: int, seed: int, first: int, notes: int) -> None:
-    """The life of one writer."""
-    rng = random.Random(seed)
+    """The life of one writer: three threads, each with keys of its own."""
     adapter = DiskAdapter("killed", path, budget, free_floor_bytes=0)
     adapter.open()
     os.write(notes, _NOTE.pack(b"o", 0, 0))
-    for version in range(first, first + 100_000):
-        key = rng.randrange(KEYS)
+    for thread in range(THREADS):
+        threading.Thread(target=write, args=(adapter, seed, first, notes, thread)).start()
+
+
+def write(adapter: DiskAdapter, seed: int, first: int, notes: int, thread: int) -> None:
+    """Store, overwrite and delete, for ever."""
+    rng = random.Random(seed + thread)
+    for turn in range(100_000):
+        version = first + turn * THREADS + thread
+        key = rng.randrange(KEYS // THREADS) * THREADS + thread
         if rng.random() < 0.1:
             os.write(notes, _NOTE.pack(b"d", key, 0))
             adapter.delete([identity(key)])
             os.write(notes, _NOTE.pack(b"D", key, 0))
         else:
             os.write(notes, _NOTE.pack(b"s", key, version))
-            done = adapter.store(
-                [item(identity(key), content(key, version), rng.choice([Retention.SHORT, Retention.LONG]), arena=True)]
-            )
+            kept = rng.choice([Retention.SHORT, Retention.LONG])
+            done = adapter.store([item(identity(key), content(key, version), kept, arena=True)])
             if done[0].ok:
                 os.write(notes, _NOTE.pack(b"S", key, version))
 
@@ -78,11 +86,12 @@ def one_round(path: Path, budget: int, rng: random.Random, expect: Expect) -> in
         os.close(reader)
         try:
             write_until_killed(path, budget, seed, expect.version, writer)
+            threading.Event().wait()
         finally:
             os._exit(70)
     os.close(writer)
     raw = os.read(reader, _NOTE.size)
-    time.sleep(rng.choice([0.0, 0.003, 0.01, 0.03, 0.1]) * rng.random())
+    time.sleep(rng.choice([0.0, 0.01, 0.05, 0.1, 0.2]) * rng.random())
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), f"the writer ended by itself: {status}"

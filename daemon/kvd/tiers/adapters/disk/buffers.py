@@ -23,7 +23,7 @@ ZEROS = memoryview(mmap.mmap(-1, 4096)).toreadonly()
 class BufferPool:
     """Lends aligned buffers of at least the size asked for (rounded up to a power of two)."""
 
-    def __init__(self, keep_bytes: int = 64 << 20) -> None:
+    def __init__(self, keep_bytes: int = 32 << 20) -> None:
         self._keep_bytes = keep_bytes
         self._kept = 0
         self._free: dict[int, list[memoryview]] = {}
