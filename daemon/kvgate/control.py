@@ -49,12 +49,12 @@ class HttpControl:
         self._timeout_s = timeout_s
 
     async def healthy(self) -> bool:
-        """Whether the engine answers /health with 200; never raises."""
+        """Whether the engine answers /health with 200, or answers but has no such path; never raises."""
         try:
             status, _ = await self._call("GET", "/health", timeout_s=self._timeout_s)
         except EngineError:
             return False
-        return status == 200
+        return status in {200, 404, 405}
 
     async def is_sleeping(self) -> bool:
         body = await self._ok("GET", "/is_sleeping", timeout_s=self._timeout_s)
@@ -65,9 +65,8 @@ class HttpControl:
 
     async def busy(self) -> int:
         """Requests running or waiting inside the engine; 0 when it does not say."""
-        try:
-            body = await self._ok("GET", "/metrics", timeout_s=self._timeout_s)
-        except NotSupported:
+        status, body = await self._call("GET", "/metrics", timeout_s=self._timeout_s)
+        if status != 200:
             return 0
         return int(sum(float(number) for number in _BUSY.findall(body)))
 

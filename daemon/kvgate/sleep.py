@@ -246,10 +246,20 @@ class SleepMachine:
 
     async def _confirm(self, *, asleep: bool) -> bool:
         """Ask the engine whether it did what it answered. Raises EngineError when it says otherwise."""
-        if await self._control.is_sleeping() is not asleep:
+        try:
+            said = await self._control.is_sleeping()
+        except NotSupported:
+            return asleep  # it cannot say: its answer to the call itself has to do
+        if said is not asleep:
             words = ("/sleep", "awake") if asleep else ("/wake_up", "asleep")
             raise EngineError(f"{self.name}: {words[0]} was answered, but the engine says it is {words[1]}")
         return asleep
+
+    async def _still_asleep(self) -> bool:
+        try:
+            return await self._control.is_sleeping()
+        except NotSupported:
+            return False
 
     async def _drain(self, manual: bool) -> None:
         """Wait until nobody uses the engine, through the gate or past it. Raises Conflict when somebody goes on."""
@@ -320,7 +330,7 @@ class SleepMachine:
             try:
                 await self._control.wake(tags, self.level, self.policy.wake_timeout_s)
                 # With some tags only, the engine may rightly say that it still sleeps.
-                asleep = await self._control.is_sleeping() if tags else await self._confirm(asleep=False)
+                asleep = await self._still_asleep() if tags else await self._confirm(asleep=False)
             except (EngineError, TimeoutError) as error:
                 self.wake_failures_total += 1
                 self.last_error = str(error) or f"{self.name}: no wake-up within {self.policy.wake_timeout_s:g} s"
@@ -366,13 +376,13 @@ class SleepMachine:
         return Unavailable(f"{self.name} is {self.state}: {self.last_error}", retry_after_s=self.retry_after_s)
 
     async def _believe(self) -> None:
-        """Take the state the engine reports. An engine without /is_sleeping never sleeps."""
+        """Take the state the engine reports; for one that cannot say, our own memory stands."""
         epoch = self._epoch
         try:
             asleep = await self._control.is_sleeping()
             self.can_sleep = True
         except NotSupported:
-            asleep, self.can_sleep = False, False
+            asleep = self.state is State.ASLEEP or (self.state is State.FAILED and self._woke_in_vain)
         except EngineError as error:
             self.last_error = error.message
             if self.state is State.DRAINING:

@@ -7,7 +7,7 @@ In a request body, `fake` says how this one request goes:
     {"mode": "half"}        headers and half a body, then silence
     {"mode": "malformed"}   bytes that are no event stream, as text/event-stream
     {"size": n}             a body of n bytes               {"headers": {...}} extra response headers
-On the engine: `sleep_status`, `wake_status`, `wake_delay`, `sleeping`, `busy`, `dev_mode`, `healthy`, `ignore_wake`.
+On the engine: `sleep_status`, `wake_status`, `wake_delay`, `sleeping`, `busy`, `dev_mode`, `mute`, `healthy`, `ignore_wake`.
 
 As a program: `python fake_engine.py --port N [--start-delay S] [--die-after S] [--model NAME]`, for tests that start engines.
 """
@@ -41,6 +41,7 @@ class FakeEngine:
     healthy: bool = True
     sleeping: bool = False
     dev_mode: bool = True
+    mute: bool = False
     sleep_status: int = 200
     wake_status: int = 200
     wake_delay: float = 0.0
@@ -118,6 +119,8 @@ class FakeEngine:
 
     async def _route(self, call: Call, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         match call.path:
+            case "/health" | "/metrics" | "/is_sleeping" if self.mute:
+                return self._reply(writer, 404, {"detail": "Not Found"})
             case "/health":
                 return self._reply(writer, 200 if self.healthy else 503)
             case "/v1/models":

@@ -162,9 +162,10 @@ async def test_engine_that_lies_about_sleep_and_wake_is_found_out(tmp_path: Path
 
 async def test_engine_without_sleep_mode_is_served_and_left_alone(tmp_path: Path) -> None:
     async with FakeEngine(dev_mode=False) as engine, running_gate(sleepy(tmp_path, engine)) as client:
-        await asyncio.sleep(0.5)
-        assert engine.count("/sleep") == 0
+        await eventually(lambda: client.machine().can_sleep is False)
         assert (await client.complete())[0] == 200
+        await asyncio.sleep(0.5)
+        assert engine.count("/sleep") == 1
         status, body, _ = await client.ask("/action/sleep/tiny", method="POST")
         assert status == 409
         assert "VLLM_SERVER_DEV_MODE" in body["message"]
@@ -279,3 +280,13 @@ async def test_sleep_and_wake_are_idempotent(tmp_path: Path) -> None:
         answers = await asyncio.gather(*(client.ask("/action/wakeup/tiny", method="POST") for _ in range(5)))
         assert {(status, body["success"]) for status, body, _ in answers} == {(200, True)}
         assert (engine.count("/sleep"), engine.count("/wake_up")) == (1, 1)
+
+
+async def test_engine_that_cannot_say_whether_it_sleeps_is_remembered(tmp_path: Path) -> None:
+    async with FakeEngine(mute=True) as engine, running_gate(sleepy(tmp_path, engine)) as client:
+        assert (await client.complete())[0] == 200
+        await client.until(State.ASLEEP)
+        await asyncio.sleep(0.3)  # some health checks later
+        assert client.machine().state is State.ASLEEP
+        assert (await client.complete())[0] == 200
+        assert (engine.count("/wake_up"), engine.served_while_asleep) == (1, 0)
