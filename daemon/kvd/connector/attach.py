@@ -7,6 +7,7 @@ the log, and then nothing of this engine is stored: a hit that left one layer ou
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvd.connector import fingerprint
@@ -20,8 +21,12 @@ from kvd.connector.plan import RankIdentity
 from kvd.connector.settings import Settings
 from kvd.connector.worker import Mover, Worker
 from kvd.wire.client import Client
+from kvd.wire.connection import default_socket
 
 logger = logging.getLogger("vllm.kvd")
+
+
+FACTS_TIMEOUT_S = 10.0
 
 
 class Links:
@@ -40,6 +45,14 @@ class Links:
 
     def load(self) -> Link:
         return self._link("load", self._settings.load_timeout_s)
+
+    def facts(self) -> Link:
+        """For comparing facts with the last engine, in the background: nobody waits for it."""
+        return self._link("facts", FACTS_TIMEOUT_S)
+
+    def daemon_expected(self) -> bool:
+        """Whether something stands where the daemon's socket would: worth waiting for."""
+        return Path(self._settings.socket or default_socket()).exists()
 
     def close(self) -> None:
         for link in self._made.values():

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvd.connector import prometheus
+from kvd.connector import mismatch, prometheus
 from kvd.connector.attach import Links, attach_worker
 from kvd.connector.groups import Unsupported, groups_of
 from kvd.connector.link import Link, wait_up
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvd")
 
-CONNECT_WAIT_S = 1.0
-"""How long start-up waits for the daemon, so that the first request already finds it."""
+CONNECT_WAIT_S = 5.0
+"""How long start-up waits for a daemon whose socket is there, so that the first request already finds it."""
 
 
 @dataclass
@@ -157,6 +157,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             load=self._loads,
             reuse_local=bool(cache.enable_prefix_caching),
             drop_units=int(eagle),
+            say_facts=lambda facts: mismatch.compare_soon(self._links.facts(), facts),
             counters=self._counters,
         )
 
@@ -297,7 +298,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if problem:
             logger.warning("kvd: nothing will be stored: %s", problem)
             return
-        wait_up(self._links.lookup(), CONNECT_WAIT_S)
+        wait_up(self._links.lookup(), CONNECT_WAIT_S if self._links.daemon_expected() else 0.2)
         self._publish("scheduler", self._links.lookup(), len(self._scheduler.groups))
         logger.info(
             "kvd: ready: chunks of %d tokens, %d ranks, %d cache groups, daemon %s",

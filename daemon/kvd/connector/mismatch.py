@@ -8,15 +8,17 @@ nothing else would tell. Facts are small, hold no secrets and no prompt, and are
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 from kvd.connector.fingerprint import differences
-from kvd.connector.link import Down, Link
+from kvd.connector.link import Down, Link, wait_up
 from kvd.errors import KvdError
 
 logger = logging.getLogger("vllm.kvd")
 
+CONNECT_S = 30.0
 NAMESPACE = "kvd.connector.facts"
 HINTS = {
     "hash_seed": "set PYTHONHASHSEED to the same value for all engines, or for none",
@@ -49,6 +51,18 @@ def compare(link: Link, facts: Mapping[str, str]) -> list[str]:
     if not isinstance(theirs, dict) and theirs is not facts:
         return []
     return differences(facts, {str(name): str(value) for name, value in theirs.items()})
+
+
+def compare_soon(link: Link, facts: Mapping[str, str]) -> threading.Thread:
+    """Compare on a thread of its own and say what differs: the last facts may have to come from a slow tier."""
+
+    def work() -> None:
+        if wait_up(link, CONNECT_S):
+            say(compare(link, facts))
+
+    thread = threading.Thread(target=work, name="kvd-facts", daemon=True)
+    thread.start()
+    return thread
 
 
 def say(lines: list[str]) -> None:

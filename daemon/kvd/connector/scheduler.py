@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvd.connector import mismatch
 from kvd.connector.fingerprint import salt_of, salted
 from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
@@ -113,7 +112,10 @@ class _State:
 
 
 class Scheduler:
-    """The scheduler side. `hash_source` gives (algorithm, seed) of the engine's block hashes; read when first needed."""
+    """The scheduler side. `hash_source` gives (algorithm, seed) of the engine's block hashes; read when first needed.
+
+    `say_facts` is told once, with the first request, what this engine's namespaces are made of.
+    """
 
     def __init__(
         self,
@@ -127,6 +129,7 @@ class Scheduler:
         load: bool = True,
         reuse_local: bool = True,
         drop_units: int = 0,
+        say_facts: Callable[[dict[str, str]], object] = lambda facts: None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -139,6 +142,7 @@ class Scheduler:
         self._exact = any(group.partial for group in self.groups)
         self._link = link
         self._hash_source = hash_source
+        self._say_facts = say_facts
         self._save = save
         self._load = load
         self._reuse_local = reuse_local
@@ -204,7 +208,7 @@ class Scheduler:
             return 0
         if not self.active:
             return None if self._wait_for_workers() else 0
-        if not self._state.compared and self._link.up:
+        if not self._state.compared:
             self._compare()
         tracked = self.arrived(request)
         most = (request.num_tokens - 1) // self.unit * self.unit - self._drop
@@ -225,7 +229,7 @@ class Scheduler:
         self._state.compared = True
         algorithm, seed = self._hash_source()
         known = {"hash_algorithm": algorithm, "hash_seed": seed[:16], "tenant": self.settings.tenant}
-        mismatch.say(mismatch.compare(self._link, {**self._state.facts, **known}))
+        self._say_facts({**self._state.facts, **known})
 
     def _wait_for_workers(self) -> bool:
         """Under MultiConnector the workers introduce themselves in the first step: the first request waits for that."""

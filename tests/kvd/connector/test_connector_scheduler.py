@@ -9,6 +9,7 @@ import pytest
 from kvd.connector.fingerprint import salted
 from kvd.connector.groups import Group
 from kvd.connector.link import Link
+from kvd.connector.mismatch import compare_soon
 from kvd.connector.plan import RankIdentity, Report
 from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler, Step
 from kvd.connector.settings import read_settings
@@ -419,7 +420,14 @@ def test_an_engine_with_other_settings_is_told_what_differs(bench: Any, caplog: 
     facts = {"weights": "w", "model": "m", "dtype": "float32", "chunk_tokens": "256"}
     told: list[str] = []
     for seed, dtype in (("00", "float32"), ("00", "float32"), ("01", "float32"), ("01", "bfloat16")):
-        other = Scheduler(read_settings({}, {}), (FULL,), one.link, hash_tokens=32, hash_source=lambda seed=seed: ("sha256", seed))
+        other = Scheduler(
+            read_settings({}, {}),
+            (FULL,),
+            one.link,
+            hash_tokens=32,
+            hash_source=lambda seed=seed: ("sha256", seed),
+            say_facts=lambda facts: compare_soon(one.link, facts).join(),
+        )
         other.introduce([RankIdentity((b"a" * 32,), {**facts, "dtype": dtype}, 256)], 1)
         for name in "ab":
             assert other.match(FakeRequest(name, 1024), 0) == 0

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.daemon import MakeDaemon
 from tests.support.engine import TRANSFER, Engine, model, prompt
+from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("kvd"), pytest.mark.timeout(240)]
 
@@ -131,7 +132,7 @@ def test_another_hash_seed_shares_nothing_and_is_told_apart(kvd_daemon: MakeDaem
         engine.one(one)
     with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "1"}) as engine:
         assert engine.one(one)["cached"] == 0
-        assert "stored under other settings" in engine.text()
+        wait_until(lambda: "stored under other settings" in engine.text(), timeout_s=20, what="the difference to be named")
         assert "PYTHONHASHSEED" in engine.text()
     with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "0"}) as engine:
         assert engine.one(one)["cached"] == 992
