@@ -17,7 +17,7 @@ from typing import Any
 
 from kvd.service.daemon import Daemon, Options
 from kvd.tiers.adapters import registry
-from kvd.tiers.adapters.base import Adapter, AdapterError, Durability
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability
 from kvd.wire.connection import default_socket
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import KvError, UsageError
@@ -278,11 +278,13 @@ def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter
 
     if len({path.absolute() for path in paths}) < len(paths):
         raise UsageError("one --long-path is given twice", hint="each directory holds its own share")
-    if len(paths) == 1:
-        return [DiskAdapter("disk", paths[0].absolute(), size, durability=durability)]
     from kvd.tiers.adapters.stripe import Stripe
 
     share = size // len(paths)
-    return [
-        Stripe("disk", [DiskAdapter(f"disk{i}", path.absolute(), share, durability=durability) for i, path in enumerate(paths)])
-    ]
+    names = ["disk"] if len(paths) == 1 else [f"disk{i}" for i in range(len(paths))]
+    try:
+        made = [DiskAdapter(name, path.absolute(), share, durability=durability) for name, path in zip(names, paths, strict=True)]
+    except AdapterConfigError as error:
+        each = "" if len(paths) == 1 else f" (divided by {len(paths)} directories)"
+        raise UsageError(f"--long-bytes {format_size(size)}{each}: {error.message}", hint=error.hint) from None
+    return list(made) if len(made) == 1 else [Stripe("disk", made)]
