@@ -327,3 +327,58 @@ def test_a_reserved_extent_is_passed_over():
     adapter = simulated(io)
     assert [get(adapter, identity(number)) is not None for number in range(3)] == [True, False, True]
     adapter.close()
+
+
+def test_a_long_outage_uses_nothing_up():
+    """Hundreds of stores on a full disk: no slot, descriptor or byte of the budget is lost, and then it goes on."""
+    io = SimStorage(capacity=50 << 10)
+    adapter = simulated(io)
+    before = len(io.open_files)
+    for number in range(300):
+        with pytest.raises(AdapterFull):
+            put(adapter, identity(number), b"x")
+    assert len(io.open_files) == before
+    assert adapter.describe()["allocated_bytes"] == 0
+    assert adapter._catalog._slots_made == 0
+    io.capacity = 8 << 20
+    assert put(adapter, identity(1), b"x")
+    io.fault = only("rename", errno.EIO)
+    for number in range(200):
+        try:
+            put(adapter, identity(number), value(number, 20_000))
+        except AdapterError:
+            continue
+    io.fault = None
+    assert put(adapter, identity(1), b"y")
+    assert adapter.describe()["allocated_bytes"] == sum(
+        len(file.data) for path, file in io.names.items() if path.suffix == ".kvcache"
+    )
+    adapter.close()
+
+
+def test_a_region_that_cannot_be_read_stops_the_start_and_is_named():
+    io = SimStorage()
+    adapter = simulated(io)
+    put(adapter, identity(1), b"x")
+    adapter.close()
+    io.fault = only("preadv", errno.EIO)
+    with pytest.raises(AdapterError, match=r"cannot read /sim/0+1.kvcache: Input/output error") as error:
+        simulated(io)
+    assert error.value.hint
+    io.fault = None
+    adapter = simulated(io)
+    assert get(adapter, identity(1)) == b"x"
+    adapter.close()
+
+
+def test_group_does_not_sync_what_is_clean():
+    io = SimStorage()
+    adapter = simulated(io, durability=Durability.GROUP, group_interval_s=3600)
+    put(adapter, identity(1), b"x")
+    put(adapter, identity(1), b"y")
+    adapter.delete([identity(1)])
+    assert adapter.flush() is Durability.FSYNC
+    io.syncs = 0
+    adapter.flush()
+    assert io.syncs == 0
+    adapter.close()

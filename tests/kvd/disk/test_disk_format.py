@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.tiers.adapters.base import Hit
@@ -73,6 +73,7 @@ def test_the_document_has_the_constants():
 HEADER = fmt.ExtentHeader(1, 2, 4096, 3, 5000, 0, identity(1), bytes(16), 4, 1, 3, 0)
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(st.binary(max_size=5000))
 def test_no_bytes_make_a_structure(raw):
     assert fmt.ExtentHeader.unpack(raw) is None
@@ -81,6 +82,7 @@ def test_no_bytes_make_a_structure(raw):
     assert fmt.unpack_deletes(raw) is None
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(st.integers(0, 256 * 8 - 1))
 def test_every_flipped_bit_of_a_header_is_found(bit):
     raw = bytearray(HEADER.pack())
@@ -89,6 +91,7 @@ def test_every_flipped_bit_of_a_header_is_found(bit):
     assert fmt.ExtentHeader.unpack(raw) is None
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(st.integers(0, 4096 * 8 - 1))
 def test_every_flipped_bit_of_an_index_page_is_found_and_of_a_region_header_healed(bit):
     index = fmt.IndexPage(1, 2, 0, 1, 4096, 8192, HEADER.entry(5).pack())
@@ -106,6 +109,7 @@ entries = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(entries)
 def test_an_index_entry_is_packed_without_loss(entry):
     word = pack(*entry)
@@ -118,6 +122,7 @@ def test_an_index_entry_is_packed_without_loss(entry):
     assert unpack(index.get(identity(1))) == entry._replace(tick=77)
 
 
+@settings(deadline=None)  # a busy machine is not a failure
 @given(st.integers(0, (1 << 64) - 1))
 def test_region_names(sequence):
     name = fmt.region_name(sequence)

@@ -196,7 +196,7 @@ class DiskAdapter(Adapter):
             with catalog.changed:
                 region = region_of(file, catalog.take_slot_locked(), durable=catalog.durable)
                 catalog.add_region_locked(region)
-                catalog.held_bytes += file.size
+                catalog.held_bytes += region.size
             pairs.append((region, file.scan))
             self.counters.corruptions += file.scan.damaged_pages
             self.counters.extra["torn_extents"] += file.scan.torn
@@ -208,14 +208,14 @@ class DiskAdapter(Adapter):
         self._deletes.rewrite(catalog.stale)
         self._evictor.release_dead([region for region, _ in pairs])
         self._evictor.fit()
-        self._resume([region for region, _ in pairs], {file.path: file.size for file in found})
+        self._resume([region for region, _ in pairs])
 
-    def _resume(self, regions: list[Region], sizes: dict[Path, int]) -> None:
+    def _resume(self, regions: list[Region]) -> None:
         """Let the regions with the most room take appends again."""
         lanes = self.geometry.lanes
         for region in sorted(regions, key=Region.room_left, reverse=True):
-            whole = region.state is State.SEALED and sizes.get(region.path) == region.size == self.geometry.region_bytes
-            if not whole or region.room_left() < region.size // 8:
+            usual = region.state is State.SEALED and region.whole and region.size == self.geometry.region_bytes
+            if not usual or region.room_left() < region.size // 8:
                 continue
             already = [other for other in self._writer.open_regions() if other.retention == region.retention]
             if len(already) < lanes:
@@ -376,7 +376,10 @@ class DiskAdapter(Adapter):
             with catalog.changed:
                 first = catalog.sequence
                 catalog.sequence += 1
-                lines = [(identity, first) for identity in dict.fromkeys(identities) if identity in catalog.stale]
+            lines = []
+            for some in slices(list(dict.fromkeys(identities))):
+                with catalog.changed:
+                    lines += [(identity, first) for identity in some if identity in catalog.stale]
             self._note_deletes(lines)
         finally:
             catalog.release(claimed)

@@ -91,13 +91,6 @@ class Catalog:
 
     # -- numbers ---------------------------------------------------------------------------------------------------------
 
-    def next_sequences(self, count: int) -> int:
-        """The first of `count` fresh record sequence numbers."""
-        with self.changed:
-            first = self.sequence
-            self.sequence += count
-            return first
-
     def take_slot_locked(self) -> int:
         """A region slot that is free."""
         if self._free_slots:

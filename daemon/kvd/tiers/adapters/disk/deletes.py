@@ -40,6 +40,7 @@ class DeletesLog:
         self._pairs = 0
         self.lines = 0
         """Lines in the file, spent ones included."""
+        self._unsynced = False
         self.bad_pages = 0
         """Pages found damaged when the log was read; their twins were used where they were whole."""
 
@@ -102,6 +103,7 @@ class DeletesLog:
             raise
         self.close()
         self._fd, self._pairs, self.lines = fd, pairs, len(kept)
+        self._unsynced = False
 
     def append(self, lines: list[tuple[Identity, int]], *, sync: bool) -> None:
         """Add lines; with `sync` they are on stable storage on return. Raises OSError: then they may or may not be there."""
@@ -110,14 +112,19 @@ class DeletesLog:
         with self._lock:
             self._pairs += self._write(self._fd, self._pairs, lines)
             self.lines += len(lines)
+            self._unsynced = True
             if sync:
-                self._io.fdatasync(self._fd)
+                self._sync()
 
     def sync(self) -> None:
         """Make what was appended stable. Raises OSError."""
         with self._lock:
-            if self._fd >= 0:
-                self._io.fdatasync(self._fd)
+            if self._fd >= 0 and self._unsynced:
+                self._sync()
+
+    def _sync(self) -> None:
+        self._io.fdatasync(self._fd)
+        self._unsynced = False
 
     def _write(self, fd: int, pair: int, lines: list[tuple[Identity, int]]) -> int:
         """Write lines from pair number `pair` on; how many pairs that took."""

@@ -22,12 +22,12 @@ from kvd.store.identity import Identity
 from kvd.store.retention import expired
 from kvd.tiers.adapters.base import AdapterError, AdapterFull
 from kvd.tiers.adapters.disk.buffers import BufferPool
-from kvd.tiers.adapters.disk.catalog import Catalog
+from kvd.tiers.adapters.disk.catalog import Catalog, slices
 from kvd.tiers.adapters.disk.deletes import DeletesLog
 from kvd.tiers.adapters.disk.extents import Draft
 from kvd.tiers.adapters.disk.files import RegionFiles
 from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
-from kvd.tiers.adapters.disk.index import at, unpack
+from kvd.tiers.adapters.disk.index import Entry, at, unpack
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.scan import read_records
@@ -116,9 +116,11 @@ class Evictor:
             if region is None:
                 return False
         records = self.records(region)
+        rescued: list[Draft] = []
         if records is not None and retention >= 0 and not moving:
-            moving.extend(self._rescue(region, records, retention))
-        self._drop(region, records, moved=len(moving))
+            rescued = self._rescue(region, records, retention)
+            moving.extend(rescued)
+        self._drop(region, records, moved=len(rescued))
         return True
 
     def _victim_locked(self) -> Region | None:
@@ -152,33 +154,42 @@ class Evictor:
 
     def _rescue(self, region: Region, records: list[IndexEntry], retention: int) -> list[Draft]:
         """The values worth moving, in memory; their identities stay claimed until they are written."""
-        catalog = self._catalog
-        now = catalog.clock_ns()
-        budget = min(catalog.geometry.region_bytes // 4, _MOVE_BYTES_MAX)
-        chosen = []
-        with catalog.changed:
-            words = ((record, catalog.index.get(record.identity)) for record in records)
-            held = [(record, unpack(word)) for record, word in words if word is not None and at(word, region.slot, record.offset)]
-            hot = [(record, entry) for record, entry in held if entry.tick > region.mark_tick and entry.retention == retention]
-            for record, entry in sorted(hot, key=lambda pair: -pair[1].tick):
-                size = extent_bytes(entry.length)
-                if size > budget or expired(entry.expires_ns, now) or not catalog.try_claim_locked(record.identity):
-                    continue
-                budget -= size
-                chosen.append((record, entry))
+        budget = min(self._catalog.geometry.region_bytes // 4, _MOVE_BYTES_MAX)
         drafts: list[Draft] = []
-        for record, entry in chosen:
-            draft = Draft(record.identity, memoryview(b""), entry.retention, entry.expires_ns, record.sequence, entry.tick)
+        for record, entry in sorted(self._hot(region, records, retention), key=lambda pair: -pair[1].tick):
+            size = extent_bytes(entry.length)
+            if size > budget:
+                continue
+            with self._catalog.changed:
+                # A value that is being overwritten or deleted right now is not worth waiting for.
+                mine = self._catalog.try_claim_locked(record.identity)
+            if not mine:
+                continue
             self._moving.add(record.identity)
+            budget -= size
             try:
                 found = self.reader.read_value(region, entry, record.identity)
             except OSError:
                 found = None
-                catalog.counters.io_errors += 1
+                self._catalog.counters.io_errors += 1
             if found is not None:
-                draft.data = found[1]
-                drafts.append(draft)
+                drafts.append(Draft(record.identity, found[1], entry.retention, entry.expires_ns, record.sequence, entry.tick))
         return drafts
+
+    def _hot(self, region: Region, records: list[IndexEntry], retention: int) -> list[tuple[IndexEntry, Entry]]:
+        """The live, unexpired values of one class that were used since the region was sealed or spared."""
+        now = self._catalog.clock_ns()
+        hot: list[tuple[IndexEntry, Entry]] = []
+        for some in slices(records):
+            with self._catalog.changed:
+                for record in some:
+                    word = self._catalog.index.get(record.identity)
+                    if word is None or not at(word, region.slot, record.offset):
+                        continue
+                    entry = unpack(word)
+                    if entry.tick > region.mark_tick and entry.retention == retention and not expired(entry.expires_ns, now):
+                        hot.append((record, entry))
+        return hot
 
     def _drop(self, region: Region, records: list[IndexEntry] | None, *, moved: int = 0, deleting: bool = False) -> None:
         """Forget a region and give its file back. Raises AdapterError where what must stay dead could not be noted."""

@@ -7,11 +7,12 @@ still have pinned is unlinked instead, and closed by the last of them.
 
 Contract: `held_bytes` of the catalog counts every file here, so the budget holds at every moment but for unlinked files
 that are still being read. Failure: OSError goes up; a half-made file is removed first.
-Concurrency: `make`, `release` and `trim` are called by one thread at a time (the space lock of `evict`).
+Concurrency: `make`, `release` and `trim` are called by one thread at a time (the space lock of `evict`), the rest by any.
 """
 
 import errno
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -62,8 +63,10 @@ class RegionFiles:
         self.free: list[FreeFile] = []
         self.sparse = False
         """The file system could not reserve the bytes of some file."""
-        self.names_changed = False
-        """Names in the folder have changed since it was last synced."""
+        self._names = 0
+        """Changes of names in the folder so far."""
+        self._names_synced = 0
+        self._names_lock = threading.Lock()
 
     def make(self, retention: int) -> Region:
         """A new open region, from a free file or a new one. Raises OSError (ENOSPC also where the free-space floor forbids)."""
@@ -72,30 +75,39 @@ class RegionFiles:
         with catalog.changed:
             sequence = catalog.region_sequence
             catalog.region_sequence += 1
-            slot = catalog.take_slot_locked()
-            tick = catalog.tick
         path = self.root / region_name(sequence)
-        spare = next((file for file in self.free if file.size == size), None)
-        if spare is not None:
-            self.free.remove(spare)
-            self.io.rename(spare.path, path)
-            fd = spare.fd
-        else:
-            fd = self._create(path, size)
-            with catalog.changed:
-                catalog.held_bytes += size
-        self.names_changed = True
-        region = Region(slot, path, fd, size, retention, sequence, self._nonce(), durable=self._sync, mark_tick=tick)
-        header = RegionHeader(retention, size, sequence, region.nonce, catalog.clock_ns())
+        fd = self._file_for(path, size)
+        nonce = self._nonce()
         try:
+            header = RegionHeader(retention, size, sequence, nonce, catalog.clock_ns())
             write_fully(self.io, fd, [aligned_page(header.pack())], 0)
         except OSError:
             self._remove(path, fd, size)
             raise
-        region.writes = 1
         with catalog.changed:
+            region = Region(catalog.take_slot_locked(), path, fd, size, retention, sequence, nonce, durable=self._sync)
+            region.mark_tick = catalog.tick
+            region.writes = 1
             catalog.add_region_locked(region)
         return region
+
+    def _file_for(self, path: Path, size: int) -> int:
+        """A descriptor on an empty region file at `path`, used again or new, and counted."""
+        spare = next((file for file in self.free if file.size == size), None)
+        if spare is not None:
+            self.free.remove(spare)
+            try:
+                self.io.rename(spare.path, path)
+            except OSError:
+                self._remove(spare.path, spare.fd, size)
+                raise
+            fd = spare.fd
+        else:
+            fd = self._create(path, size)
+            with self.catalog.changed:
+                self.catalog.held_bytes += size
+        self._names += 1
+        return fd
 
     def has_free(self) -> bool:
         """Whether a file of the right size waits."""
@@ -131,7 +143,7 @@ class RegionFiles:
         with catalog.changed:
             # From here on nobody pins it: nothing in the index names it, and it is GONE.
             pinned = region.pins > 0
-        if not pinned and self._empty(region):
+        if not pinned and region.whole and self._empty(region):
             with catalog.changed:
                 catalog.free_slot_locked(region)
             self._keep_or_remove(FreeFile(region.path, region.fd, region.size))
@@ -153,7 +165,7 @@ class RegionFiles:
         """Take away the file's name; its readers keep the bytes, and the last unpin closes the descriptor."""
         try:
             self.io.unlink(region.path)
-            self.names_changed = True
+            self._names += 1
             if self._sync:
                 self.sync_names()
             removed = True
@@ -206,19 +218,19 @@ class RegionFiles:
         except OSError:
             self.catalog.counters.io_errors += 1
         self.io.close(fd)
-        self.names_changed = True
+        self._names += 1
         with self.catalog.changed:
             self.catalog.held_bytes -= size
 
     def sync_names(self) -> None:
-        """Make the folder's names stable if they changed. Raises OSError."""
-        if self.names_changed:
-            self.names_changed = False
-            try:
-                self.io.fsync_dir(self.root)
-            except OSError:
-                self.names_changed = True
-                raise
+        """Return when every name made, changed or removed before this call is stable. Raises OSError."""
+        target = self._names
+        with self._names_lock:
+            if self._names_synced >= target:
+                return
+            covered = self._names
+            self.io.fsync_dir(self.root)
+            self._names_synced = covered
 
     def close(self) -> None:
         """Close every descriptor."""

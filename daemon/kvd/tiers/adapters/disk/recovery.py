@@ -11,8 +11,9 @@
 Cost: the bytes read are 112 for each value, however large the values and the budget are. The time is that of building the dict.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.store.identity import IDENTITY_BYTES, Identity
-from kvd.tiers.adapters.base import AdapterConfigError
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterError
 from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.format import (
@@ -55,13 +56,14 @@ class Found:
 
 
 def find_regions(io: Storage, root: Path, *, direct: bool, pool: BufferPool) -> list[Found]:
-    """Open and scan every region file, in parallel. Raises AdapterConfigError (strange version), OSError."""
+    """Open and scan every region file, in parallel. Raises AdapterConfigError (strange version), AdapterError, OSError."""
     paths = sorted(root / name for name in io.listdir(root) if region_sequence(name) is not None)
     found: list[Found] = []
     try:
         for path in paths:
-            fd = io.open(path, direct=direct)
-            found.append(Found(path, fd, io.size(fd)))
+            with _named(path):
+                fd = io.open(path, direct=direct)
+                found.append(Found(path, fd, io.size(fd)))
         with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvd-disk-scan") as threads:
             list(threads.map(lambda file: _examine(io, file, pool), found))
     except BaseException:
@@ -72,8 +74,19 @@ def find_regions(io: Storage, root: Path, *, direct: bool, pool: BufferPool) -> 
     return found
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A region file that cannot be read stops the start: what it holds could be newer than anything else."""
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(
+            f"cannot read {path}: {error.strerror or error}", hint="see the kernel log; move the file away to start without it"
+        ) from error
+
+
 def _examine(io: Storage, file: Found, pool: BufferPool) -> None:
-    with pool.lend(PAGE) as page:
+    with _named(file.path), pool.lend(PAGE) as page:
         if read_fully(io, file.fd, [page[:PAGE]], 0) != PAGE:
             return
         header = RegionHeader.unpack(page[:PAGE])
@@ -88,7 +101,8 @@ def _examine(io: Storage, file: Found, pool: BufferPool) -> None:
     if not 2 * PAGE <= header.region_bytes <= MAX_REGION_BYTES or header.region_bytes % PAGE:
         return
     file.header = header
-    file.scan = scan_region(io, Source(file.fd, header.region_bytes, header.sequence, header.nonce), pool)
+    with _named(file.path):
+        file.scan = scan_region(io, Source(file.fd, header.region_bytes, header.sequence, header.nonce), pool)
 
 
 def _drop_twins(found: list[Found]) -> None:
@@ -113,6 +127,7 @@ def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     assert scan is not None
     region = Region(slot, file.path, file.fd, header.region_bytes, header.retention, header.sequence, header.nonce)
     region.state = State.SEALED
+    region.whole = file.size == header.region_bytes
     region.epoch = scan.epoch + 1
     region.data_end = scan.data_end
     region.durable = durable

@@ -60,6 +60,8 @@ class Region:
     state: State = State.OPEN
     busy: bool = False
     pins: int = 0
+    whole: bool = True
+    """The file has the size it should have, so that it can be used again."""
     unlinked: bool = False
     """The file has no name any more: whoever ends the last pin closes it."""
     data_end: int = PAGE

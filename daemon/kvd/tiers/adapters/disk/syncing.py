@@ -38,6 +38,8 @@ class Syncer:
                 return
             covered, end = region.writes, region.data_end
             self._io.fdatasync(region.fd)
+            # The bytes of a file whose name is lost are lost too.
+            self._files.sync_names()
             region.synced, region.stable_end = covered, end
 
     def sync_regions(self, regions: Iterable[Region]) -> dict[Region, OSError]:
@@ -54,7 +56,6 @@ class Syncer:
                 region.pins += 1
             try:
                 self.sync_region(region)
-                self._files.sync_names()
             except OSError as error:
                 failed[region] = error
                 self._catalog.counters.io_errors += 1
