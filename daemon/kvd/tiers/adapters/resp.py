@@ -2,7 +2,7 @@
 
 <prefix><64 hex of namespace>:<64 hex of key>   an envelope and the value; a value's expiry is also the key's (PX)
 
-There is no index here: what other daemons store and delete counts at once. A batch is one pipeline. What is loaded is asked
+There is no index here: what other daemons store and delete counts at once. Small values share a pipeline. What is loaded is asked
 for up to the byte behind its end (GETRANGE), so nothing that stands in its place can take more memory than the value would.
 Room is the server's business (`maxmemory`, `maxmemory-policy`): when it refuses a write for want of memory, the value is not
 stored. A server that is away, at start too, is an adapter that fails: its breaker opens, and it is asked again later.
@@ -11,7 +11,8 @@ stored. A server that is away, at start too, is an adapter that fails: its break
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ log = logging.getLogger("kvd.tiers")
 USAGE_S = 2.0
 """How long the server's numbers are good for; they are asked for beside other work, never by who wants to know them."""
 SCAN = 1000
+RUN_BYTES = 256 << 10
+"""A pipeline carries this many bytes of values: beyond it, answers only pile up in the client."""
 THREADS = 32
 MAX_VALUE = 512 << 20
 """What a server takes as one string (proto-max-bulk-len)."""
@@ -146,16 +149,16 @@ class RespAdapter(Adapter):
         results = [self._refusal(item, now) for item in items]
         todo = [i for i, refused in enumerate(results) if refused is None]
 
-        def add(pipeline: "redis.client.Pipeline") -> None:
-            for i in todo:
+        def add(pipeline: "redis.client.Pipeline", some: list[int]) -> None:
+            for i in some:
                 item = items[i]
                 # Redis counts whole milliseconds: rounded up, and the envelope tells the rest.
                 px = None if item.expires_ns == NEVER else max(1, -((now - item.expires_ns) // 1_000_000))
                 pipeline.set(self._key(item.identity), b"".join((envelope.seal(item), item.data)), px=px)
 
-        answers = self._pipeline(add, "store") if todo else []
-        for i, answer in zip(todo, answers, strict=True):
-            results[i] = self._stored(answer)
+        for some in _runs(todo, [len(item.data) for item in items]):
+            for i, answer in zip(some, self._pipeline(partial(add, some=some), "store"), strict=True):
+                results[i] = self._stored(answer)
         made = [result or Stored(False, "io_error") for result in results]
         for item, result in zip(items, made, strict=True):
             if result.ok:
@@ -201,12 +204,14 @@ class RespAdapter(Adapter):
         return found
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
-        def add(pipeline: "redis.client.Pipeline") -> None:
-            for want in wants:
-                pipeline.getrange(self._key(want.identity), 0, envelope.SIZE + len(want.into))
+        def add(pipeline: "redis.client.Pipeline", some: list[int]) -> None:
+            for i in some:
+                pipeline.getrange(self._key(wants[i].identity), 0, envelope.SIZE + len(wants[i].into))
 
-        answers = self._pipeline(add, "load") if wants else []
-        results = [self._taken(want, answer) for want, answer in zip(wants, answers, strict=True)]
+        results: list[Loaded] = []
+        for some in _runs(range(len(wants)), [len(want.into) for want in wants]):
+            answers = self._pipeline(partial(add, some=some), "load")
+            results += [self._taken(wants[i], answer) for i, answer in zip(some, answers, strict=True)]
         damaged = [want.identity for want, result in zip(wants, results, strict=True) if result is Loaded.CORRUPT]
         if damaged:
             self._remove(damaged)
@@ -278,6 +283,20 @@ class RespAdapter(Adapter):
 
     def describe(self) -> dict[str, object]:
         return {"server": self.where, "prefix": self._prefix.decode()}
+
+
+def _runs(numbers: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers in runs of at most RUN_BYTES: small values share a round trip, and large ones gain nothing by it."""
+    run: list[int] = []
+    total = 0
+    for i in numbers:
+        if run and total + sizes[i] > RUN_BYTES:
+            yield run
+            run, total = [], 0
+        run.append(i)
+        total += sizes[i]
+    if run:
+        yield run
 
 
 def _rows(info: dict[str, Any]) -> list[dict[str, Any]]:
