@@ -31,6 +31,7 @@ from typer.main import get_command  # noqa: E402
 from kvtools import __version__  # noqa: E402
 from kvtools.errors import KvError  # noqa: E402
 from kvtools.exits import Exit  # noqa: E402
+from kvtools.output import printable  # noqa: E402
 
 gc.enable()
 
@@ -146,6 +147,7 @@ def run_words(prog: str, target: str, words: list[str]) -> int:
 def _run(prog: str, target: str, words: list[str]) -> int:
     global _debug
     _debug = bool(os.environ.get("KVTOOLS_DEBUG"))
+    _mend_streams()
     try:
         gc.disable()  # as above: the command's own modules
         try:
@@ -200,15 +202,26 @@ def _flush(code: int) -> int:
     return code
 
 
+def _mend_streams() -> None:
+    """A closed stream becomes /dev/null, and what a stream's encoding lacks is written as an escape instead of raising."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - lives until the process ends
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _fail(prog: str, message: str, hint: str, code: int) -> int:
     if _debug and sys.exc_info()[0] is not None:
         import traceback
 
         traceback.print_exc()
     _flush(code)
-    sys.stderr.write(f"{prog}: error: {message}\n")
+    # What a message quotes came from a command line or a file system: it must not move the cursor.
+    sys.stderr.write(f"{prog}: error: {printable(message)}\n")
     if hint:
-        sys.stderr.write(f"hint: {hint}\n")
+        sys.stderr.write(f"hint: {printable(hint)}\n")
     return code
 
 

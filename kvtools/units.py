@@ -9,9 +9,9 @@ import re
 
 from kvtools.errors import UsageError
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) ?(?:([kmgt])(?:i?b)?|b)?", re.IGNORECASE | re.ASCII)
 _STEPS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(ms|s|m|h|d)?", re.ASCII)
+_DURATION = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) ?(ms|s|m|h|d)?", re.ASCII)
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 MAX_BYTES = 1 << 50

@@ -10,7 +10,7 @@ import typer
 from kvd.errors import Unavailable
 from kvd.store.identity import namespace_of
 from kvd.wire.connection import default_socket
-from kvtools.errors import NotFound, UsageError
+from kvtools.errors import KvError, NotFound, Refused, UsageError
 from kvtools.exits import Exit
 from kvtools.output import emit, emit_json, note, paint, table
 from kvtools.segments.stats import StatsReader, StatsReading, instance_of_path, stats_name
@@ -53,7 +53,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError("this asks first, and there is no terminal to ask on", hint="pass --yes")
+        raise Refused("this asks first, and there is no terminal to ask on", hint="pass --yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(Exit.FAILED)
 
@@ -334,11 +334,15 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     with _client(socket, timeout) as client:
         done = client.connect().call(p.Drain(0, int(seconds * 1000)), p.Done, seconds + 2)
     word = DURABILITY[done.durability]
-    _say(
-        json,
-        "kvd.drain/1",
-        {"drained": True, "durability": word},
-        f"drained: no new writes, everything is in the tiers (durability {word})",
+    body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left}
+    if not done.left:
+        _say(json, "kvd.drain/1", body, f"drained: no new writes, everything is in the tiers (durability {word})")
+        return
+    if json:
+        emit_json("kvd.drain/1", body)
+    raise KvError(
+        f"{done.left} values are in RAM only: no tier has taken them; no new writes are taken until a restart",
+        hint="kvd status says what is wrong with the tier; a daemon without a tier keeps nothing over a restart",
     )
 
 

@@ -3,6 +3,7 @@
 KvdError (KvError)        exit 1
  +-- Unavailable          exit 4   no daemon at the socket, not allowed in, or it does not answer
  |    +-- Disconnected    exit 4   the daemon went away in mid-call
+ |    +-- NotAnswering    exit 6   it is there and does not answer (also a DeadlinePassed)
  +-- ProtocolError        exit 1   the other side sent what the protocol does not have
  +-- NoRoom               exit 1   a write lease could not get all its room
  +-- LeaseLost            exit 1   the bytes are no longer pinned: what was read from them is void
@@ -11,6 +12,7 @@ KvdError (KvError)        exit 1
 """
 
 from kvtools.errors import KvError, Refused, TimedOut, Unreachable
+from kvtools.exits import Exit
 
 
 class KvdError(KvError):
@@ -41,6 +43,12 @@ class LeaseLost(KvdError):
 
 class DeadlinePassed(KvdError, TimedOut):
     """The daemon did not answer within the client's timeout."""
+
+
+class NotAnswering(Unavailable, DeadlinePassed):
+    """There is a daemon, and it does not answer: stopped, or stuck."""
+
+    exit_code = Exit.TIMEOUT
 
 
 class Draining(KvdError, Refused):

@@ -110,7 +110,7 @@ def _look_for_orphans(root: Path, found: Found) -> None:
             except KvError as error:
                 found.problems.append(Problem(name, error))
                 continue
-            if owner is not None and not owner.alive:
+            if owner is not None and not owner.alive and not owner.error:
                 found.leftovers.append(Leftover(name, "sidecar", f"its pool is gone and nobody holds its lock ({owner.story})"))
 
 

@@ -136,6 +136,8 @@ def judge(reading: pool.PoolReading, *, root: Path = SHM) -> PoolState:
         return PoolState(reading, None, "unknown", "no owner file: the engine that made it does not say whether it lives")
     if owner.alive:
         return PoolState(reading, owner, "live", "its owner holds the lock on its owner file")
+    if owner.error:  # a file that says nothing proves nothing
+        return PoolState(reading, owner, "unknown", owner.error)
     return PoolState(reading, owner, "stale", f"nobody holds the lock on its owner file; recorded owner: {owner.story}")
 
 

@@ -196,8 +196,8 @@ class Daemon:
         waiting = [name for name in fixed if getattr(old, name) != getattr(new, name)]
         log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
 
-    async def drain(self, deadline_s: float) -> Durability:
-        """Take no new writes and push everything to the tiers."""
+    async def drain(self) -> tuple[Durability, int]:
+        """Take no new writes and push everything to the tiers; see `Tiering.flush` for the answer."""
         self.store.draining = True
         self._changed()
         return await self.tiering.flush()

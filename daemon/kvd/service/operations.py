@@ -34,6 +34,7 @@ LEASE_S = 30.0
 BRIEF_S = 0.5
 """A lease asked for no longer than this may be left to run out; who needs room waits for it."""
 ROOM_POLL_S = 0.005
+DRAIN_LEAST_S = 0.25
 INLINE_TOTAL = 1 << 20
 ASK_KEYS = 256
 """Keys of a prefix that are asked for at a time."""
@@ -55,7 +56,7 @@ class Operations:
         self.instance = instance
         self.changed = changed
         self.info = info
-        self.drain: Callable[[float], Awaitable[Durability]] | None = None
+        self.drain: Callable[[], Awaitable[tuple[Durability, int]]] | None = None
         self.tokens: dict[bytes, Gathering] = {}
         """Prefixes pinned and not claimed yet, by the 16 random bytes that claim them, from any connection."""
         self._methods: dict[type[p.Request], Callable[[Connection, Any], RESULT]] = {
@@ -432,7 +433,8 @@ class Operations:
     async def _flush(self, m: p.Flush) -> p.Answer:
         try:
             async with asyncio.timeout(m.timeout_ms / 1000 if m.timeout_ms > 0 else None):
-                return p.Done(m.id, int(await self.tiering.flush()))
+                durability, left = await self.tiering.flush([m.namespace + key for key in m.keys])
+                return p.Done(m.id, int(durability), left)
         except TimeoutError:
             return p.Failed(m.id, "timeout", "values are still on their way to a tier")
 
@@ -465,10 +467,11 @@ class Operations:
     async def _drained(self, m: p.Drain) -> p.Answer:
         assert self.drain is not None
         try:
-            async with asyncio.timeout(m.timeout_ms / 1000):
-                return p.Done(m.id, int(await self.drain(m.timeout_ms / 1000)))
+            async with asyncio.timeout(max(DRAIN_LEAST_S, m.timeout_ms / 1000)):
+                durability, left = await self.drain()
+                return p.Done(m.id, int(durability), left)
         except TimeoutError:
-            return p.Failed(m.id, "timeout", "values are still on their way to a tier")
+            return p.Failed(m.id, "timeout", "values are still on their way to a tier; no new writes are taken until a restart")
 
     def drain_now(self, link: Connection, m: p.Drain) -> RESULT:
         return self._drained(m)

@@ -19,7 +19,7 @@ Identity = bytes
 def namespace_of(name: str | bytes) -> bytes:
     """The 32 bytes of a namespace: the SHA-256 of a str's UTF-8, or bytes as they are. Raises ValueError unless 32 long."""
     if isinstance(name, str):
-        return hashlib.sha256(name.encode()).digest()
+        return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     if len(name) != NAMESPACE_BYTES:
         raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(name)}")
     return bytes(name)

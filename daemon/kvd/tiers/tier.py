@@ -147,6 +147,8 @@ class Tier:
         self._loads_under_way = 0
         self._calls: dict[object, float] = {}  # calls into the adapter under way -> when they began
         self._said_stuck = False
+        self.untaken: set[Identity] = set()
+        """Values of the arena that it should hold and has refused: what a flush must own up to."""
         self._closing = False
         self._full = False
         self._writers: set[asyncio.Task[None]] = set()
@@ -365,6 +367,11 @@ class Tier:
             self._failed("io_error")
         for (change, _), result in zip(batch, results, strict=True):
             self._finish(change, result.durability if result.ok else Durability.NONE)
+        for (_, identity), result in zip(batch, results, strict=True):
+            if result.ok:
+                self.untaken.discard(identity)
+            elif result.reason not in ("unwanted", "expired"):
+                self.untaken.add(identity)
         self._forget_older([identity for (_, identity), result in zip(batch, results, strict=True) if not result.ok])
 
     def _forget_older(self, identities: list[Identity]) -> None:

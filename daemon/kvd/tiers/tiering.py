@@ -119,6 +119,9 @@ class Tiering:
 
         under its key from an earlier put is out of date: the erase is queued behind the write that may be under way.
         """
+        for tier in self.tiers:
+            if tier.untaken:
+                tier.untaken.discard(self.store.identity_of(slot))
         if self.store.index.dirty_of[slot]:
             for tier in self.tiers:
                 tier.erase([self.store.identity_of(slot)])
@@ -155,11 +158,22 @@ class Tiering:
             return False
         return True
 
-    async def flush(self) -> Durability:
-        """Everything stored so far is in every tier that takes it; the weakest durability reached."""
+    async def flush(self, identities: Sequence[Identity] = ()) -> tuple[Durability, int]:
+        """Wait until everything stored so far has been offered to the tiers.
+
+        The weakest durability reached, of all values of the arena or of these identities, and how many of them are in no
+        state to outlive the arena: some tier has refused them.
+        """
         if not self.tiers:
-            return Durability.NONE
-        return min(await asyncio.gather(*(tier.flush() for tier in self.tiers)))
+            return Durability.NONE, self.store.index.entries
+        weakest = min(await asyncio.gather(*(tier.flush() for tier in self.tiers)))
+        refused = set().union(*(tier.untaken for tier in self.tiers))
+        if identities:
+            held = self.has(identities)
+            left = sum(identity in refused or not there for identity, there in zip(identities, held, strict=True))
+        else:
+            left = len(refused)
+        return (Durability.NONE if left else weakest), left
 
     async def delete(self, identities: list[Identity], timeout_s: float = 5.0) -> int:
         """Forget these in every tier; returns how many identities some tier held.

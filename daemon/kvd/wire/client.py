@@ -367,7 +367,7 @@ class Client:
     def clear(self, *, arena_only: bool = False, all_namespaces: bool = False, namespace: str | bytes | None = None) -> int:
         """Forget everything of the namespace (or of all); how many values there were."""
         request = p.Clear(0, b"" if all_namespaces else self._space(namespace), arena_only)
-        return self._again(lambda link: link.call(request, p.Count, self.timeout_s + 60)).count
+        return self._again(lambda link: link.call(request, p.Count, self.timeout_s)).count
 
     def stats(self) -> dict[str, Any]:
         """The daemon's counters and gauges now, as `kvd stats --json` shows them."""

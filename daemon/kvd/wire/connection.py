@@ -20,12 +20,14 @@ from typing import TypeVar
 
 import msgspec
 
-from kvd.errors import DeadlinePassed, Disconnected, Draining, KvdError, LeaseLost, NoRoom, ProtocolError, Unavailable
+from kvd.errors import DeadlinePassed, Disconnected, Draining, KvdError, LeaseLost, NoRoom, NotAnswering, ProtocolError, Unavailable
 from kvd.wire import protocol as p
 from kvd.wire.mapping import Mapping
 
 _RECEIVE = 256 << 10
 _RELEASES = 16
+GREETING_S = 5.0
+"""The handshake gets this long at most, however patient the client is with its requests."""
 _TIMEVAL = struct.Struct("qq")
 _ERRORS: dict[str, type[KvdError]] = {
     "no_room": NoRoom,
@@ -72,7 +74,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.pid = os.getpid()
         self.closed = False
-        self._socket, self.welcome, fd = _greet(path, p.Hello(p.VERSION, client=name), timeout_s)
+        self._socket, self.welcome, fd = _greet(path, p.Hello(p.VERSION, client=name), min(timeout_s, GREETING_S))
         self.mapping = Mapping(fd, self.welcome.arena_bytes)
         self._timeout_set = timeout_s
         self._poll = select.poll()
@@ -308,7 +310,7 @@ class Connection:
     def allow_writing(self) -> None:
         """Map the arena for writing too, over a short second connection that fetches the descriptor."""
         hello = p.Hello(p.VERSION, write=True, attach=self.welcome.session)
-        link, _, fd = _greet(self.path, hello, self.timeout_s)
+        link, _, fd = _greet(self.path, hello, min(self.timeout_s, GREETING_S))
         link.close()
         self.mapping.allow_writing(fd)
 
@@ -358,7 +360,7 @@ def _greet(path: Path, hello: p.Hello, timeout_s: float) -> tuple[socket.socket,
         for fd in fds:
             os.close(fd)
         if isinstance(error, BlockingIOError):
-            raise Unavailable(f"the daemon at {path} does not answer", hint="is it stopped?") from None
+            raise NotAnswering(f"the daemon at {path} does not answer", hint="is it stopped?") from None
         if isinstance(error, OSError):
             raise _unreachable(path, error) from None
         if isinstance(error, msgspec.DecodeError):
@@ -370,8 +372,10 @@ def _greet(path: Path, hello: p.Hello, timeout_s: float) -> tuple[socket.socket,
 def _unreachable(path: Path, error: OSError) -> Unavailable:
     if isinstance(error, FileNotFoundError):
         return Unavailable(f"no daemon at {path}", hint="start one: kvd serve; or name its socket: --socket or KVD_SOCKET")
+    if isinstance(error, ConnectionRefusedError) and not path.is_socket():
+        return Unavailable(f"{path} is not a socket", hint="name the daemon's socket: --socket or KVD_SOCKET")
     if isinstance(error, ConnectionRefusedError):
-        return Unavailable(f"nothing listens at {path} any more", hint="start a daemon there: kvd serve --socket")
+        return Unavailable(f"nothing listens at {path} any more", hint=f"start a daemon there: kvd serve --socket {path}")
     if isinstance(error, PermissionError):
         return Unavailable(
             f"not allowed to connect to {path}", hint="run as its owner, or let it have --socket-mode and --allow-uid"

@@ -263,7 +263,10 @@ class Count(Answer, tag=56):
 
 
 class Done(Answer, tag=57):
+    """`left`: of a flush or drain, values that some tier has refused."""
+
     durability: int = 0
+    left: int = 0
 
 
 class Info(Answer, tag=58):
