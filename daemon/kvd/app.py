@@ -11,10 +11,19 @@ import typer
 
 from kvtools.cli import JsonOption, new_app
 
+
+def path_of(text: str) -> Path:
+    """A path from the command line. Empty is an unset variable more often than it is the current directory."""
+    if not text:
+        raise typer.BadParameter("an empty path names nothing")
+    return Path(text)
+
+
 app = new_app("The KV offload daemon: serve it, look into it, empty it.", no_args_is_help=True)
 
 SocketOption = Annotated[
-    Path | None, typer.Option("--socket", metavar="PATH", help="The daemon's socket [default: $KVD_SOCKET, /run/kvd/kvd.sock].")
+    Path | None,
+    typer.Option("--socket", parser=path_of, metavar="PATH", help="The daemon's socket [default: $KVD_SOCKET, /run/kvd/kvd.sock]."),
 ]
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", metavar="NAME", help="A namespace: its name, or its 64 hex digits.")
@@ -31,7 +40,8 @@ def serve(
     ] = None,
     l1_size_gb: Annotated[float | None, typer.Option("--l1-size-gb", metavar="N", help="The same in GiB.")] = None,
     long_path: Annotated[
-        list[Path] | None, typer.Option("--long-path", metavar="DIR", help="Directory of the disk tier (repeatable: striped).")
+        list[Path] | None,
+        typer.Option("--long-path", parser=path_of, metavar="DIR", help="Directory of the disk tier (repeatable: striped)."),
     ] = None,
     long_bytes: Annotated[
         str | None, typer.Option("--long-bytes", metavar="SIZE", help="Size of the disk tier [default: 32G].")
@@ -70,7 +80,9 @@ def serve(
     metrics_host: Annotated[
         str | None, typer.Option("--metrics-host", metavar="ADDRESS", help="On this address [default: 127.0.0.1].")
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings in TOML, named as the flags.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", parser=path_of, metavar="FILE", help="Settings in TOML, named as the flags.")
+    ] = None,
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print each setting and where it came from, and exit.")
     ] = False,
@@ -222,7 +234,9 @@ def drain(socket: SocketOption = None, timeout: TimeoutOption = "20s", json: Jso
 
 @app.command()
 def verify(
-    path: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of a disk tier whose daemon is stopped.")],
+    path: Annotated[
+        list[Path], typer.Argument(parser=path_of, metavar="DIR...", help="Directories of a disk tier whose daemon is stopped.")
+    ],
     repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -235,10 +249,11 @@ def verify(
 @app.command()
 def bench(
     socket: Annotated[
-        Path | None, typer.Option("--socket", metavar="PATH", help="Measure this daemon [default: one of its own].")
+        Path | None, typer.Option("--socket", parser=path_of, metavar="PATH", help="Measure this daemon [default: one of its own].")
     ] = None,
     path: Annotated[
-        Path | None, typer.Option("--path", metavar="DIR", help="Where to put the disk tier to measure [default: none].")
+        Path | None,
+        typer.Option("--path", parser=path_of, metavar="DIR", help="Where to put the disk tier to measure [default: none]."),
     ] = None,
     size: Annotated[list[str] | None, typer.Option("--size", metavar="SIZE", help="Value sizes [default: 64K 1M 16M].")] = None,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.1, max=60, help="Time for each measurement.")] = 1.0,

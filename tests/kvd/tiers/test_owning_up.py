@@ -1,0 +1,58 @@
+"""A flush or drain that did not get everything into the tiers says so."""
+
+import os
+
+from tests.kvd.tiers.ram_tier import RamTier, running
+from tests.support.processes import run_cli
+
+
+def test_flush_is_none_while_some_value_was_refused_and_good_again_without_it() -> None:
+    ram = RamTier()
+    with running(ram) as daemon, daemon.client() as client:
+        refused, kept = os.urandom(32), os.urandom(32)
+        ram.refuse = lambda item: "full" if item.identity.endswith(refused) else ""
+        assert client.put(refused, b"x" * 5000)
+        assert client.put(kept, b"y" * 5000, wait="tier").durability == "fsync"
+        assert client.flush() == "none"
+        assert client.flush([kept]) == "fsync"
+        assert client.flush([refused]) == "none"
+        assert client.flush([os.urandom(32)]) == "none", "a key that is nowhere outlives nothing"
+        ram.refuse = lambda item: ""
+        assert client.put(refused, b"z" * 5000, wait="tier").durability == "fsync"
+        assert client.flush() == "fsync"
+
+
+def test_a_refused_value_that_is_deleted_is_no_longer_missed() -> None:
+    ram = RamTier()
+    with running(ram) as daemon, daemon.client() as client:
+        ram.refuse = lambda item: "full"
+        key = os.urandom(32)
+        assert client.put(key, b"x" * 5000)
+        assert client.flush() == "none"
+        assert client.delete([key]) == 1
+        assert client.flush() == "fsync"
+
+
+def test_drain_fails_and_counts_what_no_tier_took() -> None:
+    ram = RamTier()
+    with running(ram) as daemon, daemon.client() as client:
+        ram.refuse = lambda item: "full"
+        assert all(client.put_many([(os.urandom(32), b"x" * 5000) for _ in range(3)]))
+        env = {"KVD_SOCKET": str(daemon.socket)}
+        ran = run_cli("kvd", "drain", env=env)
+        assert ran.rc == 1
+        assert "3 values are in RAM only" in ran.stderr
+        told = run_cli("kvd", "drain", "--json", env=env)
+        assert told.rc == 1
+        assert told.json()["left"] == 3
+        assert told.json()["drained"] is False
+
+
+def test_drain_of_an_idle_daemon_needs_no_time_and_one_without_tiers_says_what_is_lost() -> None:
+    with running(RamTier()) as daemon:
+        assert run_cli("kvd", "drain", "--timeout", "0", env={"KVD_SOCKET": str(daemon.socket)}).rc == 0
+    with running() as daemon, daemon.client() as client:
+        assert client.put(os.urandom(32), b"x" * 5000)
+        ran = run_cli("kvd", "drain", env={"KVD_SOCKET": str(daemon.socket)})
+        assert ran.rc == 1
+        assert "1 values are in RAM only" in ran.stderr
