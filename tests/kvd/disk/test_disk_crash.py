@@ -23,16 +23,27 @@ LENGTHS = [0, 1, 700, 3840, 3841, 4096, 9000, 20_000]
 class History:
     """A run of one seed: what was done, and what each key may be afterwards."""
 
-    def __init__(self, seed: int, durability: Durability, *, power: bool, max_bytes: int, region_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        durability: Durability,
+        *,
+        power: bool,
+        max_bytes: int,
+        region_bytes: int | None = None,
+        flushes: bool = False,
+    ) -> None:
         self.rng = random.Random(seed)
         self.io = SimStorage()
         self.durability = durability
         self.power = power
         self.max_bytes = max_bytes
         self.region_bytes = region_bytes
+        # Under none, evictions after a flush are not synced, so a power cut may bring back what is older than it.
+        self.flushes = durability is not Durability.NONE
         self.keys = [identity(number, namespace) for number in range(8) for namespace in range(2)]
         self.may: dict[bytes, set[bytes | None]] = {key: {MISS} for key in self.keys}
-        """What a key may be now, by what was acknowledged and what was tried."""
+        """What a key may be now, by what was acknowledged and what was tried. A set of two or more: one of them was tried."""
         self.ever: dict[bytes, set[bytes | None]] = {key: {MISS} for key in self.keys}
         self.versions = 0
 
@@ -58,7 +69,9 @@ class History:
             self._store(adapter)
         elif draw < 0.75:
             self._delete(adapter, self.rng.sample(self.keys, self.rng.choice([1, 1, 2, 5])))
-        elif draw < 0.77:
+        elif draw < 0.8 and self.flushes:
+            self._flush(adapter)
+        elif draw < 0.82:
             self._delete(adapter, [key for key in self.keys if key[:32] == self.keys[0][:32]])
         else:
             self._load(adapter)
@@ -69,7 +82,8 @@ class History:
             self.versions += 1
             batch[key] = value(self.versions, self.rng.choice(LENGTHS))
             self.may[key] |= {batch[key]}
-            self.ever[key] |= {batch[key]}
+            # The overwrite may be lost and what it superseded gone with its region: a miss, never what came before that.
+            self.ever[key] |= {batch[key], MISS}
         retention = self.rng.choice([Retention.SHORT, Retention.LONG])
         results = adapter.store([item(key, data, retention, arena=self.rng.random() < 0.5) for key, data in batch.items()])
         for (key, data), result in zip(batch.items(), results, strict=True):
@@ -79,9 +93,16 @@ class History:
     def _delete(self, adapter: DiskAdapter, keys: list[bytes]) -> None:
         for key in keys:
             self.may[key] |= {MISS}
+            self.ever[key] |= {MISS}
         adapter.delete(keys)
         for key in keys:
             self.may[key] = {MISS}
+
+    def _flush(self, adapter: DiskAdapter) -> None:
+        """What was acknowledged before a flush is as safe as under fsync; what was only tried may or may not be there."""
+        before = {key: set(states) for key, states in self.may.items()}
+        if adapter.flush() is Durability.FSYNC:
+            self.ever = before
 
     def _load(self, adapter: DiskAdapter) -> None:
         key = self.rng.choice(self.keys)
@@ -105,6 +126,7 @@ class History:
             allowed = (self.ever if lossy else self.may)[key] | self._evicted()
             assert data in allowed, f"{'stale' if data in self.ever[key] else 'wrong'} bytes or a lost value"
             self.may[key] = {data}
+            self.ever[key] |= {data}
         self.check_usage(adapter)
         adapter.close()
 
@@ -116,9 +138,8 @@ class History:
 
 
 def run_seed(seed: int, durability: Durability, *, power: bool, small: bool) -> None:
-    history = History(
-        seed, durability, power=power, max_bytes=(320 << 10) if small else (8 << 20), region_bytes=(64 << 10) if small else None
-    )
+    budget, region = (320 << 10, 64 << 10) if small else (8 << 20, None)
+    history = History(seed, durability, power=power, max_bytes=budget, region_bytes=region)
     for _boot in range(3):
         adapter = history.start()
         history.io.dead_after = history.io.operations + history.rng.randrange(1, 160)
@@ -136,6 +157,8 @@ CASES = [
     pytest.param(Durability.FSYNC, True, True, id="power-cut-fsync-evicting"),
     pytest.param(Durability.NONE, True, False, id="power-cut-none"),
     pytest.param(Durability.NONE, True, True, id="power-cut-none-evicting"),
+    pytest.param(Durability.GROUP, True, False, id="power-cut-group"),
+    pytest.param(Durability.GROUP, True, True, id="power-cut-group-evicting"),
     pytest.param(Durability.NONE, False, False, id="kill-none"),
     pytest.param(Durability.NONE, False, True, id="kill-none-evicting"),
 ]

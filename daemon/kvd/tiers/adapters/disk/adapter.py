@@ -431,6 +431,11 @@ class DiskAdapter(Adapter):
 
     def flush(self) -> Durability:
         """See Adapter: FSYNC, or NONE where the device refused."""
+        try:
+            self._evictor.sync_free()
+        except OSError:
+            self.counters.io_errors += 1
+            return Durability.NONE
         return Durability.FSYNC if self._syncer.sync_all() else Durability.NONE
 
     def describe(self) -> dict[str, object]:

@@ -34,6 +34,8 @@ def slices(whole: Sequence[T]) -> Iterator[Sequence[T]]:
     """Short pieces: how much is done at most while the lock is held, so that look-ups never wait for long."""
     for start in range(0, len(whole), SLICE):
         yield whole[start : start + SLICE]
+        # Without a pause the lock would be taken again before anybody who waits for it has woken up.
+        time.sleep(0)
 
 
 class Catalog:

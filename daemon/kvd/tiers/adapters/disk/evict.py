@@ -94,6 +94,11 @@ class Evictor:
                 if self._catalog.held_bytes > self._catalog.geometry.max_bytes and not self._evict_one(-1, []):
                     break
 
+    def sync_free(self) -> None:
+        """Make it stable that regions which were given up are gone. Raises OSError."""
+        with self._space:
+            self._files.sync_free()
+
     def release_dead(self, regions: list[Region]) -> None:
         """Give back regions in which nothing is live. Raises AdapterError where a restart would find one again."""
         with self._space:

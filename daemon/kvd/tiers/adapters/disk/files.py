@@ -37,6 +37,8 @@ class FreeFile(NamedTuple):
     path: Path
     fd: int
     size: int
+    stable: bool
+    """That it holds nothing is on stable storage."""
 
 
 class RegionFiles:
@@ -117,7 +119,7 @@ class RegionFiles:
         """Take over a file that recovery found to hold nothing; its bytes are counted from now on."""
         with self.catalog.changed:
             self.catalog.held_bytes += size
-        self._keep_or_remove(FreeFile(path, fd, size))
+        self._keep_or_remove(FreeFile(path, fd, size, stable=False))
 
     def _create(self, path: Path, size: int) -> int:
         free, _total = self.io.free_bytes(self.root)
@@ -146,7 +148,7 @@ class RegionFiles:
         if not pinned and region.whole and self._empty(region):
             with catalog.changed:
                 catalog.free_slot_locked(region)
-            self._keep_or_remove(FreeFile(region.path, region.fd, region.size))
+            self._keep_or_remove(FreeFile(region.path, region.fd, region.size, stable=self._sync))
             return True
         return self._unlink(region)
 
@@ -221,6 +223,13 @@ class RegionFiles:
         self._names += 1
         with self.catalog.changed:
             self.catalog.held_bytes -= size
+
+    def sync_free(self) -> None:
+        """Make it stable that free files hold nothing. Raises OSError. Under the space lock, like `make`."""
+        for number, file in enumerate(self.free):
+            if not file.stable:
+                self.io.fdatasync(file.fd)
+                self.free[number] = file._replace(stable=True)
 
     def sync_names(self) -> None:
         """Return when every name made, changed or removed before this call is stable. Raises OSError."""

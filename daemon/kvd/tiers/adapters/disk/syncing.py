@@ -74,6 +74,7 @@ class Syncer:
         failed = self.sync_regions(dirty)
         try:
             self._deletes.sync()
+            self._files.sync_names()
         except OSError:
             self._catalog.counters.io_errors += 1
             return False
