@@ -22,10 +22,13 @@ from kvd.wire.connection import default_socket
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import KvError, UsageError
 from kvtools.exits import Exit
-from kvtools.output import emit, table
+from kvtools.output import emit, printable, table
 from kvtools.units import MAX_BYTES, format_size, parse_duration, parse_size
 
+log = logging.getLogger("kvd")
+
 MIN_ARENA = 1 << 20
+LEAST_TIER = 1 << 20
 
 
 def _mode(text: str) -> int:
@@ -167,6 +170,9 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
         for line in table(("SETTING", "VALUE", "FROM"), rows):
             emit(line)
         return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
+    logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
     options = options_of(settings)
 
     def again() -> Options:
@@ -176,9 +182,6 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
 
     options.reload = again
     options.preflight = lambda: preflight(settings["long_path"].value)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
-    logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
     run(options)
 
 
@@ -271,6 +274,37 @@ def _adapters(value: Mapping[str, Any]) -> list[Adapter]:
     return disks + registry.build(value["l2_adapter"], taken=[disk.name for disk in disks])
 
 
+def _note_foreign(path: Path) -> None:
+    """A tier's folder is removed as a whole by whoever removes the tier: say it when it holds something else."""
+    try:
+        names = {entry.name for entry in os.scandir(path)}
+    except OSError:
+        return  # missing is made; the adapter says what is wrong with anything else
+    ours = any(name.endswith(".kvcache") or name in ("manifest.json", "owner.lock") for name in names)
+    if names - {"lost+found"} and not ours:
+        some = ", ".join(sorted(printable(name) for name in names)[:3])
+        log.warning("%s holds other things (%s): they are left alone, but a disk tier wants a folder of its own", path, some)
+
+
+def _room(path: Path, wanted: int) -> int:
+    """Bytes the tier can really have there: what is free now and what it holds already. Says so when that is less."""
+    home = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), path)
+    if not os.access(home, os.W_OK):
+        return wanted  # what is wrong there is for the adapter to say
+    try:
+        state = os.statvfs(home)
+        held = sum(entry.stat().st_blocks * 512 for entry in os.scandir(path)) if path.is_dir() else 0
+    except OSError:
+        return wanted
+    # The adapter itself keeps a hundredth of the file system free; a little more is lost to rounding.
+    free = max(0, state.f_bavail - state.f_blocks // 100) * state.f_frsize + held
+    room = max(LEAST_TIER, free - free // 50)
+    if room >= wanted:
+        return wanted
+    log.warning("%s has room for %s only: the disk tier there is that large, not %s", path, format_size(room), format_size(wanted))
+    return room
+
+
 def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter]:
     if not paths:
         return []
@@ -280,7 +314,9 @@ def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter
         raise UsageError("one --long-path is given twice", hint="each directory holds its own share")
     from kvd.tiers.adapters.stripe import Stripe
 
-    share = size // len(paths)
+    for path in paths:
+        _note_foreign(path)
+    share = min(size // len(paths), *(_room(path, size // len(paths)) for path in paths))
     names = ["disk"] if len(paths) == 1 else [f"disk{i}" for i in range(len(paths))]
     try:
         made = [DiskAdapter(name, path.absolute(), share, durability=durability) for name, path in zip(names, paths, strict=True)]
