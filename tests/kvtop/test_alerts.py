@@ -110,3 +110,12 @@ def test_every_measure_can_fire(text: str) -> None:
     model = _after(scenes.host(1), scenes.host(2), rules=rules_from([text]))
     assert model.alerts, text
     assert model.health == WARNING
+
+
+def test_a_rule_over_what_nobody_publishes_is_itself_an_alert() -> None:
+    rules = rules_from(["hit_rat<0.3", "leases_active>100000"])
+    told = _texts(_after(scenes.host(), rules=rules))
+    assert any("hit_rat is no measure" in text for text in told)
+    assert not any("leases_active" in text for text in told)
+    alone = scenes.host(1, segments=0, stats=(), processes=())
+    assert not _texts(_after(alone, rules=rules)), "with nobody there to publish anything, it may be right"

@@ -158,6 +158,9 @@ def _corruption(daemon: Daemon, history: History) -> Iterator[Alert]:
 
 def _broken_rules(snapshot: Snapshot, daemons: Sequence[Daemon], history: History, rules: Sequence[Rule]) -> Iterator[Alert]:
     for rule in rules:
+        if rule not in DEFAULTS and rule.measure not in MEASURES and snapshot.stats and not _known(rule.measure, snapshot):
+            # A typo in what watches over a host must not be silence.
+            yield Alert(WARN, "alert", f"{rule.measure} is no measure, and nobody publishes it: this rule never fires")
         for subject, value in _measure(rule, snapshot, daemons, history):
             if TESTS[rule.test](value, rule.number):
                 yield Alert(rule.level, subject, _sentence(rule, value))
@@ -213,6 +216,10 @@ def _measure(rule: Rule, snapshot: Snapshot, daemons: Sequence[Daemon], history:
                 yield "shared memory", share
         case name:
             yield from _published(name, rule.rate, snapshot, history)
+
+
+def _known(name: str, snapshot: Snapshot) -> bool:
+    return any(metric.name == name for stats in snapshot.stats for metric in stats.schema)
 
 
 def _published(name: str, rate: bool, snapshot: Snapshot, history: History) -> Iterator[tuple[str, float]]:
