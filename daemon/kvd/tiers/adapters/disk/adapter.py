@@ -15,6 +15,7 @@ the device's sake, AdapterFull or AdapterError is raised, so that the tier's bre
 Concurrency: every method from any thread, several at once, between `open` and `close`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage, allow_open_files
 from kvd.tiers.adapters.disk.syncing import Syncer
 from kvd.tiers.adapters.disk.writer import Writer, reason_of
+
+log = logging.getLogger("kvd.disk")
 
 IO_MODES = ("auto", "direct", "buffered")
 _FLOOR_SHARE = 100
@@ -198,6 +201,10 @@ class DiskAdapter(Adapter):
                 catalog.add_region_locked(region)
                 catalog.held_bytes += region.size
             pairs.append((region, file.scan))
+            if not region.whole:
+                # Region files are made at full length before their header is written: somebody has cut this one.
+                self.counters.corruptions += 1
+                log.warning("%s is shorter than it was made: what lay behind its end is lost", file.path)
             self.counters.corruptions += file.scan.damaged_pages
             self.counters.extra["torn_extents"] += file.scan.torn
         with catalog.changed:

@@ -60,6 +60,8 @@ class Report:
     damaged_delete_pages: int = 0
     lost_files: list[str] = field(default_factory=list)
     """Region files whose header page is destroyed: a start uses them again, and nothing in them is served."""
+    short_files: list[str] = field(default_factory=list)
+    """Region files that somebody has cut: what lay behind their end is lost."""
     repaired: int = 0
     """Damaged values made misses, and index pages written anew."""
 
@@ -67,7 +69,7 @@ class Report:
     def sound(self) -> bool:
         """Whether nothing is damaged, or all that was is repaired."""
         damaged = len(self.corrupt) + self.damaged_index_pages + self.damaged_delete_pages
-        return not self.lost_files and damaged <= self.repaired
+        return not self.lost_files and not self.short_files and damaged <= self.repaired
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class _Check:
                 report.free_files += 1
             return
         report.regions += 1
+        if file.size < file.header.region_bytes:
+            report.short_files.append(file.path.name)
         report.torn += file.scan.torn
         report.damaged_index_pages += file.scan.damaged_pages
         for entry in file.scan.entries():

@@ -1,6 +1,6 @@
 """Writing extents: one or two calls a group, in place from the caller's memory where that is aligned.
 
-A group is up to 256 values and 4 MiB, or one large value. The small ones' header pages and payloads go out in one vectored
+A group is up to 256 values and 8 MiB, or one large value. The small ones' header pages and payloads go out in one vectored
 write. Of a large value most of the payload is written first, while another thread computes its checksum; the header page
 follows together with the first part of the payload, so the device never waits for a hash nor does a 4 KiB write by itself.
 Values whose memory O_DIRECT cannot use are copied through an aligned buffer.
@@ -28,7 +28,7 @@ from kvd.tiers.adapters.disk.format import (
 from kvd.tiers.adapters.disk.region import Region
 from kvd.tiers.adapters.disk.storage import DirectIO, Storage, write_fully
 
-GROUP_BYTES = 4 << 20
+GROUP_BYTES = 8 << 20
 GROUP_EXTENTS = 256
 LARGE_BYTES = 4 << 20
 """A value above this is a group of its own, its checksum computed while it is written."""
@@ -48,8 +48,10 @@ class Draft:
     sequence: int
     tick: int
     padded: memoryview | None = None
-    checksum: "Future[bytes] | None" = None
-    """The payload's checksum, where another thread has begun to compute it."""
+    hashing: "Future[list[bytes]] | None" = None
+    """Payload checksums that another thread has begun to compute, this one's among them."""
+    hashing_at: int = 0
+    """Where in that list."""
     aligned: bool | None = None
     """Whether O_DIRECT can use its memory, once that is known."""
     region: Region | None = None
@@ -79,14 +81,20 @@ class ExtentWriter:
         self._clock_ns = clock_ns
 
     def hash_ahead(self, drafts: Sequence[Draft]) -> None:
-        """Begin to compute the checksums of what is written next, up to a group of it."""
+        """Begin to compute the checksums of what is written next, up to a group of it, in one piece of work."""
         total = 0
+        chosen: list[Draft] = []
         for draft in drafts:
             total += len(draft.data)
-            if draft.checksum is None and len(draft.data) >= _HASH_AHEAD_MIN:
-                draft.checksum = self._hasher.submit(payload_checksum, draft.data)
+            if draft.hashing is None and len(draft.data) >= _HASH_AHEAD_MIN:
+                draft.hashing_at = len(chosen)
+                chosen.append(draft)
             if total >= GROUP_BYTES:
-                return
+                break
+        if chosen:
+            work = self._hasher.submit(_checksums, [draft.data for draft in chosen])
+            for draft in chosen:
+                draft.hashing = work
 
     def write(self, region: Region, group: list[Draft]) -> list[IndexEntry]:
         """Append a group at the end of the region's data; its index entries. Raises OSError."""
@@ -118,8 +126,8 @@ class ExtentWriter:
     def _write_large(self, region: Region, draft: Draft) -> IndexEntry:
         """The payload but for its first part, then the header page with that part."""
         offset = region.data_end
-        if draft.checksum is None:
-            draft.checksum = self._hasher.submit(payload_checksum, draft.data)
+        if draft.hashing is None:
+            draft.hashing = self._hasher.submit(_checksums, [draft.data])
         in_place = self._in_place(draft)
         with self._pool.lend(2 * PAGE + (0 if in_place else _BOUNCE_BYTES)) as scratch:
 
@@ -142,7 +150,7 @@ class ExtentWriter:
         if not in_place:
             for start in range(0, length, _BOUNCE_BYTES):
                 yield start, min(start + _BOUNCE_BYTES, length)
-        elif draft.checksum is not None and draft.checksum.done():
+        elif draft.hashing is not None and draft.hashing.done():
             yield 0, length
         else:
             head = max(_HEAD_BYTES_MIN, length // 4 // PAGE * PAGE)
@@ -172,11 +180,15 @@ class ExtentWriter:
 
     def _header(self, region: Region, draft: Draft, offset: int) -> ExtentHeader:
         """The draft's header at `offset`; waits for its checksum."""
-        checksum = payload_checksum(draft.data) if draft.checksum is None else draft.checksum.result()
+        checksum = payload_checksum(draft.data) if draft.hashing is None else draft.hashing.result()[draft.hashing_at]
         return ExtentHeader(
             region.sequence, region.nonce, offset, draft.sequence, len(draft.data), draft.expires_ns, draft.identity, checksum,
             self._clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0,
         )  # fmt: skip
+
+
+def _checksums(payloads: list[memoryview]) -> list[bytes]:
+    return [payload_checksum(payload) for payload in payloads]
 
 
 def _fill(page: memoryview, header: bytes, inline: memoryview | None) -> None:

@@ -137,8 +137,8 @@ class Writer:
         finally:
             # The caller may take its memory back once we return or raise: the hashers must have let go of it.
             for draft in drafts:
-                if draft.checksum is not None:
-                    draft.checksum.exception()
+                if draft.hashing is not None:
+                    draft.hashing.exception()
 
     def _append(self, drafts: list[Draft]) -> None:
         queue = list(drafts)
