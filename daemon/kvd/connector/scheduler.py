@@ -287,7 +287,7 @@ class Scheduler:
         keys = [tracked.keys.of(span) for span in spans]
         result = self._link.call(lambda client: client.prefix(keys, namespaces=list(namespaces), pin_s=pin_s))
         length = result.length
-        if 0 < length < len(spans):
+        if pin_s and 0 < length < len(spans):
             # What is pinned must fit the arena at once; more may be there than that.
             rest = keys[length:]
             length += self._link.call(lambda client: client.prefix(rest, namespaces=list(namespaces))).length

@@ -52,7 +52,13 @@ SETTINGS = [
     Setting("lookup_timeout_s", parse_duration, 1.0, ("KVD_LOOKUP_TIMEOUT",), help="longest that a look-up holds up the engine"),
     Setting("save_timeout_s", parse_duration, 1.0, ("KVD_SAVE_TIMEOUT",), help="longest that one save may hold up a step"),
     Setting("load_timeout_s", parse_duration, 30.0, ("KVD_LOAD_TIMEOUT",), help="after this a load has failed; it is recomputed"),
-    Setting("pin_s", parse_duration, 10.0, ("KVD_PIN",), help="how long a look-up's hits stay pinned while the request waits"),
+    Setting(
+        "pin_s",
+        parse_duration,
+        0.0,
+        ("KVD_PIN",),
+        help="how long a look-up pins what it found while the request waits for room; 0: the load pins, and a look-up stays short",
+    ),
     Setting("stats", _switch, True, ("KVD_STATS",), help="publish live numbers in shared memory, for kvtop and kvdoctor"),
     Setting("load_threads", _positive, 2, ("KVD_LOAD_THREADS",), help="requests loaded at the same time, per worker"),
 ]

@@ -32,6 +32,8 @@ logger = logging.getLogger("vllm.kvd")
 
 WINDOW_BYTES = 64 << 20
 """Bytes leased at a time in a load and reserved at a time in a save: tiers are read ahead while the window is copied."""
+PINNED_PART = 4
+"""A load pins at most this part of the arena ahead of its copying."""
 READ_SLICE_S = 1.0
 """How long one read waits for tiers before it is asked anew: a daemon that is wedged is told from a slow disk within this."""
 NO_ROOM_PAUSE_S = 1.0
@@ -245,12 +247,13 @@ class Worker:
         for index, unsalted in enumerate(self._namespaces):
             namespace = salted(unsalted, job.load.salt)
             wanted = [(place, move) for place, move in enumerate(job.load.moves) if any(move.blocks[index])]
+            token = job.load.token or self._pin(index, namespace, [move for _, move in wanted])
             try:
                 self._fetch_group(job, index, namespace, wanted)
             except LoadFailed as failure:
                 failures.append(failure)
             finally:
-                self._unpin(job.load.token, namespace)
+                self._unpin(token, namespace)
         if failures:
             raise min(failures, key=lambda failure: failure.index)
 
@@ -292,11 +295,32 @@ class Worker:
             raise LoadFailed("a chunk is gone", place, (moves[0].key,))
         return copied
 
-    def _unpin(self, token: bytes | None, namespace: bytes) -> None:
-        """Let go of what the look-up pinned. Its bytes were read by key, window by window, while tiers were still bringing
+    def _pin(self, index: int, namespace: bytes, moves: Sequence[Move]) -> bytes | None:
+        """Pin what is in the arena and have tiers bring up the rest, while it is copied window by window.
 
-        up the rest; the token kept them from being evicted meanwhile.
+        Not the look-up's business: making room for a long prefix takes the daemon longer than a scheduler may wait. And not
+        more than a part of the arena: what is pinned and not yet copied must leave room for what is being copied.
         """
+
+        def pin(client: Any) -> bytes | None:
+            room = client.connect().welcome.arena_bytes // PINNED_PART
+            keys = []
+            for move in moves:
+                room -= self._mover.value_bytes(index, len(move.blocks[index]))
+                if room < 0:
+                    break
+                keys.append(move.key)
+            if len(keys) < 2:
+                return None
+            token: bytes | None = client.prefix(keys, namespaces=[namespace], pin_s=self._load_timeout_s).token
+            return token
+
+        with contextlib.suppress(Down, KvdError):
+            return self._load_link.call(pin)
+        return None
+
+    def _unpin(self, token: bytes | None, namespace: bytes) -> None:
+        """Let go of what is pinned; its bytes were read by key."""
         if token is not None:
             with contextlib.suppress(Down, KvdError):
                 self._load_link.call(lambda client: client.unpin(token, namespace=namespace))

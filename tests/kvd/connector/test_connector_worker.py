@@ -118,6 +118,7 @@ def test_saved_blocks_come_back_in_other_places(bench: Any) -> None:
     for place, was in {30: 3, 31: 4, 8: 20}.items():
         assert np.array_equal(one.memory.block(place), contents[was])
     assert not one.memory.block(0).any(), "the null block is nobody's"
+    wait_until(lambda: one.links.load().call(lambda client: client.stats())["tokens_active"] == 0, what="the load's pin to end")
 
 
 def test_what_is_stored_is_not_copied_again(bench: Any) -> None:
@@ -273,7 +274,7 @@ def test_a_full_arena_pauses_saving_instead_of_slowing_every_step(kvd_daemon: Ma
 
 
 def test_a_draining_daemon_is_left_in_peace(kvd_daemon: MakeDaemon, bench: Any) -> None:
-    daemon = kvd_daemon(max_bytes="16MiB")
+    daemon = kvd_daemon(max_bytes="16MiB", tier="64MiB")
     one = bench(daemon)
     one.worker.save([Save("a", SALT, (Move(key(1), ((3,),)),))])
     assert daemon.run("drain").rc == 0
