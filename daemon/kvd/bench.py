@@ -8,6 +8,7 @@ Ratios count, not rates: they are taken pairwise, so that a noisy neighbour slow
 
 import contextlib
 import hashlib
+import math
 import mmap
 import os
 import shutil
@@ -47,6 +48,10 @@ class Figure:
 
 def run(socket: Path | None, path: Path | None, sizes: list[str], seconds: float, json: bool) -> None:
     """Measure and print. Raises UsageError for sizes that cannot be measured."""
+    if not seconds < math.inf:  # nan, too
+        raise UsageError("--seconds is no number of seconds", hint="from 0.1 to 60")
+    if path is not None and not path.is_dir():
+        raise UsageError(f"--path {path} is not a directory", hint="name a directory on the disk to measure")
     wanted = [parse_size(text) for text in sizes]
     for size in wanted:
         if not 4096 < size <= 256 << 20:
