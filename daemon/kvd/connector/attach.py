@@ -19,7 +19,7 @@ from kvd.connector.metrics import Counters
 from kvd.connector.mover import HostMover
 from kvd.connector.plan import RankIdentity
 from kvd.connector.settings import Settings
-from kvd.connector.worker import Mover, Worker
+from kvd.connector.worker import READ_SLICE_S, Mover, Worker
 from kvd.wire.client import Client
 from kvd.wire.connection import default_socket
 
@@ -44,7 +44,8 @@ class Links:
         return self._link("save", self._settings.save_timeout_s)
 
     def load(self) -> Link:
-        return self._link("load", self._settings.load_timeout_s)
+        """A load is many short calls, so that a wedged daemon is told from a slow tier long before the load's deadline."""
+        return self._link("load", min(READ_SLICE_S, self._settings.load_timeout_s))
 
     def facts(self) -> Link:
         """For comparing facts with the last engine, in the background: nobody waits for it."""

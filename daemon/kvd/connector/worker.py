@@ -34,8 +34,9 @@ WINDOW_BYTES = 64 << 20
 """Bytes leased at a time in a load and reserved at a time in a save: tiers are read ahead while the window is copied."""
 PINNED_PART = 4
 """A load pins at most this part of the arena ahead of its copying."""
-READ_SLICE_S = 1.0
-"""How long one read waits for tiers before it is asked anew: a daemon that is wedged is told from a slow disk within this."""
+READ_SLICE_S = 5.0
+"""How long one call of a load may take, tiers included, before it is asked anew. A daemon that says nothing for so long is
+taken for wedged: long enough for a busy machine, since giving up means computing what is stored."""
 NO_ROOM_PAUSE_S = 1.0
 """Saving pauses this long after the daemon had no room, so that a full arena does not cost every step a time-out."""
 

@@ -147,9 +147,9 @@ def test_a_wedged_daemon_costs_a_time_out_once_and_no_answer(setup: Setup) -> No
         same(_only(setup.engine.ask("drain")), right)
         others = [setup.engine.one(prompt(300, seed)) for seed in range(1000, 1004)]
         assert all(out["finish"] == "length" for out in others)
-        # One slice of a second for the read, a second each for a look-up and a save; then the links are down and cost nothing.
+        # Five seconds for the load's call, a second each for a look-up and a save; then the links are down and cost nothing.
         waited = {name: setup.grown(f"{name}_seconds", before) for name in ("lookup", "load", "save")}
-        assert waited["load"] < 2.0
+        assert waited["load"] < 7.0
         assert waited["lookup"] < 1.5
         assert waited["save"] < 1.5
         assert setup.grown("down", before) == 3
