@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def _whole_run() -> Iterator[None]:
-    """Commands start from compiled sources, and no process outlives the run."""
+    """Commands start from compiled sources, with signals as a shell would leave them, and no process outlives the run."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # nohup and background jobs have them ignored: it is inherited
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     processes.mark_environment()
     processes.compile_sources()
     yield

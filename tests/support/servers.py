@@ -174,5 +174,5 @@ class MotoServer(Server):
         scope = "Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
         headers = {"Authorization": f"AWS4-HMAC-SHA256 {scope}", "Content-Type": "application/octet-stream"}
         request = urllib.request.Request(url, data=body, method=method, headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return bytes(answer.read())
