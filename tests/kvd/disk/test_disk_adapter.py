@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.store.retention import Retention
+from kvd.store.retention import NEVER, Retention
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.disk import DiskAdapter, RealStorage
 from kvd.tiers.adapters.disk.catalog import SLICE
@@ -392,10 +392,23 @@ def test_a_reader_caught_by_an_eviction_gets_its_bytes(tmp_path):
     adapter.close()
 
 
-def test_everything_at_once_and_a_restart_finds_the_same(tmp_path):
-    """Stores, overwrites, deletes, clears, loads and evictions from six threads; then memory and disk agree exactly."""
-    adapter = opened(tmp_path / "store", 2 << 20)
-    stop = time.monotonic() + 2
+@pytest.mark.parametrize("durability", [Durability.NONE, Durability.GROUP, Durability.FSYNC])
+def test_everything_at_once_and_a_restart_finds_the_same(tmp_path, durability):
+    storm(tmp_path, durability, 1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("durability", [Durability.NONE, Durability.GROUP, Durability.FSYNC])
+def test_everything_at_once_for_long(tmp_path, durability):
+    for turn in range(12):
+        storm(tmp_path / str(turn), durability, 5)
+
+
+def storm(tmp_path: Path, durability: Durability, seconds: float) -> None:
+    """Stores, overwrites, deletes, clears, loads, sweeps and evictions from six threads; then memory and disk agree exactly."""
+    adapter = opened(tmp_path / "store", 2 << 20, durability=durability, housekeeping_s=0.05)
+    stop = time.monotonic() + seconds
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
@@ -404,7 +417,9 @@ def test_everything_at_once_and_a_restart_finds_the_same(tmp_path):
             draw = rng.random()
             if draw < 0.5:
                 kept = rng.choice([Retention.SHORT, Retention.LONG])
-                adapter.store([item(name, name * rng.choice([1, 50, 70, 400]), kept, arena=True) for name in names])
+                expires = time.time_ns() + 10**9 * rng.choice([-(10**9), 0, 1]) if rng.random() < 0.2 else NEVER
+                values = [(name, name * rng.choice([1, 50, 70, 400])) for name in names]
+                adapter.store([item(name, data, kept, expires, arena=True) for name, data in values])
             elif draw < 0.65:
                 adapter.delete(names)
             elif draw < 0.66:
@@ -416,6 +431,9 @@ def test_everything_at_once_and_a_restart_finds_the_same(tmp_path):
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
+    adapter._house.stop()
+    time.sleep(1)  # what was stored with an expiry has expired by now
+    adapter._house.sweep()
     shutil.copytree(tmp_path / "store", tmp_path / "killed")
     again = opened(tmp_path / "killed", 2 << 20)
     assert dict(again.enumerate()) == dict(adapter.enumerate())

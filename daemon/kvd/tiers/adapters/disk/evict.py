@@ -16,6 +16,7 @@ Concurrency: one thread at a time makes room (`_space`); others go on reading an
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 from kvd.store.identity import Identity
@@ -35,6 +36,8 @@ from kvd.tiers.adapters.disk.storage import Storage
 from kvd.tiers.adapters.disk.writer import Writer
 
 _MOVE_BYTES_MAX = 32 << 20
+_IDLE_WAIT_S = 10.0
+"""A region is busy for one write. A device that takes longer is as good as full."""
 
 
 class Evictor:
@@ -70,6 +73,7 @@ class Evictor:
 
     def _make(self, retention: int, moving: list[Draft]) -> Region:
         size = self._catalog.geometry.region_bytes
+        deadline = time.monotonic() + _IDLE_WAIT_S
         while True:
             if not self._files.has_free():
                 self._files.trim(size)
@@ -81,10 +85,17 @@ class Evictor:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._files.has_free():
                         raise
                     # The disk is fuller than the budget knows: live with fewer regions, as long as there is one to take.
-            if not self._evict_one(retention, moving):
-                raise AdapterFull(
-                    f"no room in {self._root}: nothing there may be evicted", hint="free disk space or lower the budget"
-                )
+            if self._evict_one(retention, moving) or (time.monotonic() < deadline and self._wait_for_idle()):
+                continue
+            raise AdapterFull(f"no room in {self._root}: nothing there may be evicted", hint="free disk space or lower the budget")
+
+    def _wait_for_idle(self) -> bool:
+        """Where regions are only being written or sealed just now, wait a moment; False where there are none of that kind."""
+        with self._catalog.changed:
+            if not any(region.busy or region.state is State.OPEN for region in self._catalog.regions.values()):
+                return False
+            self._catalog.changed.wait(0.05)
+            return True
 
     def fit(self) -> None:
         """Evict until the budget holds (it may be smaller than at the last run)."""
@@ -165,10 +176,8 @@ class Evictor:
             size = extent_bytes(entry.length)
             if size > budget:
                 continue
-            with self._catalog.changed:
-                # A value that is being overwritten or deleted right now is not worth waiting for.
-                mine = self._catalog.try_claim_locked(record.identity)
-            if not mine:
+            sequence = self._claim_to_move(region, record)
+            if not sequence:
                 continue
             self._moving.add(record.identity)
             budget -= size
@@ -178,8 +187,21 @@ class Evictor:
                 found = None
                 self._catalog.counters.io_errors += 1
             if found is not None:
-                drafts.append(Draft(record.identity, found[1], entry.retention, entry.expires_ns, record.sequence, entry.tick))
+                drafts.append(Draft(record.identity, found[1], entry.retention, entry.expires_ns, sequence, entry.tick))
         return drafts
+
+    def _claim_to_move(self, region: Region, record: IndexEntry) -> int:
+        """Claim a value that is still where it was; its sequence in the new place, 0 where somebody else is at it.
+
+        The sequence is a new one: forgetting the region may write a line that kills the old one and all before it.
+        """
+        catalog = self._catalog
+        with catalog.changed:
+            here = at(catalog.index.get(record.identity), region.slot, record.offset)
+            if not here or not catalog.try_claim_locked(record.identity):
+                return 0
+            catalog.sequence += 1
+            return catalog.sequence - 1
 
     def _hot(self, region: Region, records: list[IndexEntry], retention: int) -> list[tuple[IndexEntry, Entry]]:
         """The live, unexpired values of one class that were used since the region was sealed or spared."""
