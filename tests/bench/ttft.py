@@ -92,7 +92,11 @@ def _counters(pid: int) -> dict[str, float]:
     """What the connector's worker counted, from shared memory: it is a child of the engine's processes."""
     for path in find_stats(kind="connector"):
         reading = read_stats(path)
-        if not path.name.endswith("scheduler") and pid in {parent.pid for parent in psutil.Process(reading.pid).parents()}:
+        if (
+            reading.alive
+            and not path.name.endswith("scheduler")
+            and pid in {parent.pid for parent in psutil.Process(reading.pid).parents()}
+        ):
             time.sleep(1.0)  # it writes twice a second
             reading = read_stats(path)
             return {metric.name: reading.get(metric.name) or 0 for metric in reading.schema}

@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
+from kvtools.segments.stats import find_stats, remove_unlocked
+
 HERE = Path(__file__).parent
 VENV = HERE.parent.parent / ".venv-vllm" / "bin" / "python"
 PYTHON = sys.executable if importlib.util.find_spec("vllm") else str(VENV)
@@ -210,6 +212,8 @@ class Engine:
             self.kill9()
         if self._process is not None:
             self._process.wait(10)
+        for path in find_stats(kind="connector"):
+            remove_unlocked(path)  # of processes that vLLM killed because they were slow to end
         self._in.close()
         self.log.close()
         os.close(self._pidfd)

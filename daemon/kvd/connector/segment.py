@@ -12,7 +12,7 @@ from pathlib import Path
 from kvd.connector.metrics import COUNTERS, Counters
 from kvtools.errors import KvError
 from kvtools.segments.files import SHM
-from kvtools.segments.stats import Metric, StatsWriter
+from kvtools.segments.stats import Metric, StatsWriter, find_stats, remove_unlocked
 
 logger = logging.getLogger("vllm.kvd")
 
@@ -47,12 +47,19 @@ class Publisher:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         try:
+            self._sweep(root)
             self._writer = StatsWriter("connector", instance, metrics(), root=root)
         except KvError as error:
             logger.warning("kvd: no numbers in shared memory: %s", error)
             return
         self._thread = threading.Thread(target=self._run, name="kvd-segment", daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def _sweep(root: Path) -> None:
+        """Remove what engines left that were killed: every engine has another name, so no successor would."""
+        for path in find_stats(root, "connector"):
+            remove_unlocked(path)
 
     def close(self) -> None:
         """Write the last numbers and remove the segment."""

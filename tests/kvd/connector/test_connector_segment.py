@@ -7,7 +7,7 @@ import pytest
 from kvd.connector.metrics import COUNTERS, Counters
 from kvd.connector.segment import GAUGES, Publisher
 from kvtools.segments.stats import read_stats
-from tests.support.processes import wait_until
+from tests.support.processes import run_python, wait_until
 
 
 @pytest.mark.real("segments")
@@ -30,6 +30,20 @@ def test_numbers_are_published_until_the_end(tmp_path: Path) -> None:
     publisher.close()
     publisher.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.real("segments")
+def test_what_killed_engines_left_is_swept_and_the_living_stay(tmp_path: Path) -> None:
+    living = Publisher("1-0", Counters(), dict, root=tmp_path)
+    run_python(
+        "import os, pathlib; from kvd.connector.metrics import Counters; from kvd.connector.segment import Publisher;"
+        f"Publisher('2-0', Counters(), dict, root=pathlib.Path({str(tmp_path)!r})); os._exit(9)"
+    )
+    assert len(list(tmp_path.iterdir())) == 2
+    third = Publisher("3-0", Counters(), dict, root=tmp_path)
+    assert {path.name.split(".")[-1] for path in tmp_path.iterdir()} == {"1-0", "3-0"}
+    living.close()
+    third.close()
 
 
 def test_without_shared_memory_nothing_else_suffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
