@@ -336,7 +336,10 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     word = DURABILITY[done.durability]
     body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left}
     if not done.left:
-        _say(json, "kvd.drain/1", body, f"drained: no new writes, everything is in the tiers (durability {word})")
+        where = f"everything is in the tiers (durability {word})"
+        if word == "none":
+            where = "there is no tier, or none that promises anything: what is in RAM ends with the daemon"
+        _say(json, "kvd.drain/1", body, f"drained: no new writes; {where}")
         return
     if json:
         emit_json("kvd.drain/1", body)

@@ -165,7 +165,7 @@ class Tiering:
         state to outlive the arena: some tier has refused them.
         """
         if not self.tiers:
-            return Durability.NONE, self.store.index.entries
+            return Durability.NONE, 0
         weakest = min(await asyncio.gather(*(tier.flush() for tier in self.tiers)))
         refused = set().union(*(tier.untaken for tier in self.tiers))
         if identities:
