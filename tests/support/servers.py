@@ -20,12 +20,16 @@ from tests.support.processes import wait_until
 
 
 def free_port() -> int:
-    """A port that was free just now. Below 32768: the kernel gives those above to connections, and a cluster adds 10000."""
+    """A port that was free just now, with the one 10000 above it, where a cluster's nodes talk.
+
+    Both are below 32768: the kernel gives those above to connections.
+    """
     for _ in range(100):
-        port = random.randrange(12000, 32000)
-        with socket.socket() as probe:
+        port = random.randrange(12000, 22000)
+        with socket.socket() as probe, socket.socket() as bus:
             try:
                 probe.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10000))
             except OSError:
                 continue
             return port

@@ -5,8 +5,9 @@
     python -m tests.support.suites lint     linters only
     python -m tests.support.suites slow     what is marked slow, in both environments
 
-Each suite is one pytest process in its own environment (.venv, .venv-vllm). The last lines say, for all of them together,
-how many tests passed and how many of those ran against each real part. Exit status 0 only when everything passed.
+Each suite is one pytest process in its own environment (.venv, .venv-vllm); the two run side by side. The last lines say,
+for all of them together, how many tests passed and how many of those ran against each real part. Exit status 0 only when
+everything passed.
 """
 
 import json
@@ -45,6 +46,7 @@ class Outcome:
     real: Counter[str] = field(default_factory=Counter)
     declared: set[str] = field(default_factory=set)
     skips: list[tuple[str, str]] = field(default_factory=list)
+    output: str = ""
 
     def line(self) -> str:
         tests = "".join(f", {self.counts[word]} {word}" for word in ("passed", "failed", "skipped") if self.counts.total())
@@ -81,18 +83,32 @@ def lint() -> Outcome:
     return Outcome("lint", ok, time.monotonic() - start)
 
 
-def suite(name: str, python: Path, arguments: Sequence[str]) -> Outcome:
-    """One pytest process, its output as it comes. Not `ok` when it could not run or its counts are missing."""
+def suite(name: str, python: Path, arguments: Sequence[str], *, aside: bool = False) -> Outcome:
+    """One pytest process, its output as it comes, or at the end when it runs `aside` of another.
+
+    Not `ok` when it could not run or its counts are missing.
+    """
     start = time.monotonic()
-    print(f"=== {name} suite", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvtools-suite-") as scratch:
-        counts = Path(scratch) / "counts.json"
-        command = [str(python / "python"), "-m", "pytest", "-q", *arguments]
-        run = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, env={**os.environ, "KVTEST_COUNTS": str(counts)})
+        counts, log = Path(scratch) / "counts.json", Path(scratch) / "log"
+        command = [str(python / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "KVTEST_COUNTS": str(counts)}
+        if not aside:
+            print(f"=== {name} suite", flush=True)
+        with log.open("wb") as file:
+            run = subprocess.run(
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                stdout=file if aside else None,
+                stderr=file if aside else None,
+            )
         seconds = time.monotonic() - start
-        if not counts.exists():
-            return Outcome(name, False, seconds)
-        found = json.loads(counts.read_text())
+        found = json.loads(counts.read_text()) if counts.exists() else None
+        output = f"=== {name} suite\n{log.read_text(errors='replace')}" if aside else ""
+    if found is None:
+        return Outcome(name, False, seconds, output=output)
     return Outcome(
         name,
         run.returncode == 0,
@@ -101,7 +117,19 @@ def suite(name: str, python: Path, arguments: Sequence[str]) -> Outcome:
         Counter(found["real"]),
         set(found["declared"]),
         [(test, reason) for test, reason in found["skips"]],
+        output,
     )
+
+
+def suites(which: str, *, engine: bool) -> list[Outcome]:
+    """The base suite and, beside it, the engine's: neither keeps a core busy for long, and each finds its own leftovers."""
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(suite, "engine", ENGINE, ["-m", f"vllm and {which}"], aside=True) if engine else None
+        outcomes = [suite("base", BASE, ["-m", f"not vllm and {which}"])]
+        if beside is not None:
+            outcomes.append(beside.result())
+            print(outcomes[-1].output, flush=True)
+    return outcomes
 
 
 def verdict(outcomes: Sequence[Outcome], *, everything: bool, leaked: Sequence[str], seconds: float) -> bool:
@@ -149,11 +177,8 @@ def main(words: Sequence[str]) -> int:
     before = ours_in_shared_memory()
     system_packages.ensure()
     outcomes = [] if mode == "slow" else [lint()]
-    which = "slow" if mode == "slow" else "not slow and not soak"
     if mode != "lint":
-        outcomes.append(suite("base", BASE, ["-m", f"not vllm and {which}"]))
-    if mode in {"all", "slow"}:
-        outcomes.append(suite("engine", ENGINE, ["-m", f"vllm and {which}"]))
+        outcomes += suites("slow" if mode == "slow" else "not slow and not soak", engine=mode in {"all", "slow"})
     leaked = sorted(name for name in ours_in_shared_memory() - before if not of_a_killed_process(name))
     return 0 if verdict(outcomes, everything=mode == "all", leaked=leaked, seconds=time.monotonic() - start) else 1
 
