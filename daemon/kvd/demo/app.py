@@ -1,15 +1,14 @@
 """The command `kvtools demo`."""
 
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from kvtools.cli import DebugOption, VersionOption, new_app
 from kvtools.errors import UsageError
+from kvtools.interrupts import terminate_as_interrupt
 
 app = new_app("The daemon, its restart, a pool segment and the dashboard, on this machine, in a minute.", callback=False)
 
@@ -34,8 +33,7 @@ def demo(
     if path is not None and not path.is_dir():
         raise UsageError(f"not a folder: {path}", hint="--path DIR names a folder on the disk to show")
     # A demo stopped by SIGTERM or a closed terminal cleans up as one stopped by Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    terminate_as_interrupt()
     interactive = sys.stdout.isatty() and sys.stdin.isatty() and not once
     if engine is not None:
         from kvd.demo.engine import tell_with_engine
@@ -45,7 +43,3 @@ def demo(
     from kvd.demo.story import tell
 
     tell(path, interactive=interactive)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

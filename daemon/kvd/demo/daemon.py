@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtools.errors import KvError, TimedOut
+from kvtools.interrupts import interrupts_held
 
 READY_S = 30.0
 STOP_S = 30.0
@@ -57,14 +58,15 @@ class DemoDaemon:
             address.unlink(missing_ok=True)
             notify.bind(str(address))
             notify.settimeout(0.05)
-            self._process = subprocess.Popen(
-                [*program("kvd"), *self.words],
-                env={**os.environ, "NOTIFY_SOCKET": str(address)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            with interrupts_held():
+                self._process = subprocess.Popen(
+                    [*program("kvd"), *self.words],
+                    env={**os.environ, "NOTIFY_SOCKET": str(address)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             while not self._heard_ready(notify):
                 if (status := self._process.poll()) is not None:
                     self._process = None

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self
 from kvd.demo.daemon import DemoDaemon
 from kvd.demo.story import Heading, scratch_folder, start
 from kvtools.errors import KvError, TimedOut, UsageError
+from kvtools.interrupts import interrupts_held
 from kvtools.output import emit
 from kvtools.units import format_duration
 
@@ -51,6 +52,7 @@ class Engine:
 
     def __init__(self, model: Path, daemon: DemoDaemon, log: Path) -> None:
         self._model, self._daemon, self._log = model, daemon, log
+        self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -70,22 +72,22 @@ class Engine:
         }
         emit(f"   $ vllm serve {self._model} --kv-transfer-config '{json.dumps(CONNECTOR)}'")
         begun = time.monotonic()
-        with self._log.open("ab") as log:
-            # Its own session: the server has children, and all of them must go with it.
-            self._process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
         try:
-            self._wait_ready(begun)
+            with self._log.open("ab") as log, interrupts_held():
+                # Its own session: the server has children, and all of them must go with it.
+                self._process = subprocess.Popen(
+                    words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            self._wait_ready(self._process, begun)
         except BaseException:
             self.__exit__()
             raise
         emit(f"   ready in {format_duration(time.monotonic() - begun)}")
         return self
 
-    def _wait_ready(self, begun: float) -> None:
+    def _wait_ready(self, process: "subprocess.Popen[bytes]", begun: float) -> None:
         while True:
-            if (status := self._process.poll()) is not None:
+            if (status := process.poll()) is not None:
                 tail = self._log.read_text(errors="replace").strip().splitlines()[-3:]
                 raise KvError(f"vLLM ended with status {status} before it was ready: {' / '.join(tail)}")
             with contextlib.suppress(OSError, http.client.HTTPException), self._connect(5) as link:
@@ -97,6 +99,8 @@ class Engine:
             time.sleep(0.2)
 
     def __exit__(self, *_: object) -> None:
+        if self._process is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:

@@ -3,6 +3,7 @@
 import math
 from typing import Self
 
+from kvtools.interrupts import interrupts_held
 from kvtools.segments.owner import OwnerInfo, OwnerLock
 from kvtools.segments.pool import create_pool, read_pool, remove, write_usage
 
@@ -15,12 +16,13 @@ class DemoPool:
     """The segment NAME: made on entry, removed on exit. Raises Refused when another demo holds it."""
 
     def __enter__(self) -> Self:
-        self._owner = OwnerLock.acquire(NAME, OwnerInfo("kvtools demo", "demo/model", start_capacity_bytes=CAPACITY))
-        try:
-            create_pool(NAME, CAPACITY, used_bytes=GIB * 5 // 4, prealloc_bytes=GIB // 4)
-        except BaseException:
-            self._owner.close()
-            raise
+        with interrupts_held():
+            self._owner = OwnerLock.acquire(NAME, OwnerInfo("kvtools demo", "demo/model", start_capacity_bytes=CAPACITY))
+            try:
+                create_pool(NAME, CAPACITY, used_bytes=GIB * 5 // 4, prealloc_bytes=GIB // 4)
+            except BaseException:
+                self._owner.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

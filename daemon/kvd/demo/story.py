@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.demo.daemon import DemoDaemon, program
 from kvd.demo.pool import NAME, DemoPool
 from kvtools.errors import KvError
+from kvtools.interrupts import interrupts_held
 from kvtools.output import emit, paint
 from kvtools.units import format_duration, format_rate, format_size
 
@@ -35,11 +36,14 @@ Say = Callable[[str], None]
 def scratch_folder(where: Path | None) -> Iterator[Path]:
     """A folder that is gone afterwards. By default under /var/tmp, which is a disk where /tmp may be memory."""
     parent = where or Path("/var/tmp")  # noqa: S108 - mkdtemp makes a private folder in it
-    folder = Path(tempfile.mkdtemp(prefix="kvtools-demo-", dir=parent if parent.is_dir() else None))
+    folder: Path | None = None
     try:
+        with interrupts_held():
+            folder = Path(tempfile.mkdtemp(prefix="kvtools-demo-", dir=parent if parent.is_dir() else None))
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Heading:
