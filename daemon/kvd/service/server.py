@@ -28,6 +28,7 @@ from kvd.errors import KvdError
 from kvd.service.peers import Peer
 from kvd.store.leases import Holder
 from kvd.wire import protocol
+from kvd.wire.connection import standard_socket
 from kvd.wire.protocol import LENGTH, MAX_FRAME, Answer, Failed, Request, encode
 from kvtools.errors import UsageError
 
@@ -240,14 +241,15 @@ class Server:
         if length > 107:
             raise UsageError(f"socket path too long ({length} bytes): {self.path}", hint="a Unix socket's path has at most 107")
         try:
-            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if self.path == standard_socket():  # another folder must be there: a mistyped path makes none
+                self.path.parent.mkdir(mode=0o755, exist_ok=True)
             self._lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken() from None
         except OSError as error:
             why = f"cannot use the socket path {self.path}: {error.strerror}"
-            raise UsageError(why, hint="give --socket a path in a directory you may write") from None
+            raise UsageError(why, hint="give --socket a path in a folder that exists and that you may write") from None
         self._remove_stale()
 
     def _taken(self) -> KvdError:

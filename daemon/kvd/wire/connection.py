@@ -44,9 +44,12 @@ A = TypeVar("A", bound=p.Answer)
 
 
 def default_socket() -> Path:
-    """Where the daemon listens unless told: /run/kvd/kvd.sock for root, $XDG_RUNTIME_DIR/kvd.sock otherwise."""
-    if named := os.environ.get("KVD_SOCKET"):
-        return Path(named)
+    """Where the daemon is unless a command is told: KVD_SOCKET, else the standard place."""
+    return Path(named) if (named := os.environ.get("KVD_SOCKET")) else standard_socket()
+
+
+def standard_socket() -> Path:
+    """/run/kvd/kvd.sock for root, $XDG_RUNTIME_DIR/kvd.sock otherwise."""
     if os.getuid() == 0:
         return Path("/run/kvd/kvd.sock")
     return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}") / "kvd.sock"

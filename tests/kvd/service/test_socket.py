@@ -107,9 +107,17 @@ class TestOwnership:
         assert target.read_text() == "precious"
         assert os.path.lexists(daemon.socket)
 
-    def test_its_folder_is_made_and_its_end_leaves_no_socket(self, kvd_daemon: MakeDaemon) -> None:
+    def test_a_folder_that_is_not_there_is_not_made(self, tmp_path: Path) -> None:
+        rc, stderr = serve("--socket", tmp_path / "a" / "b" / "kvd.sock")
+        assert rc == 2
+        assert "No such file or directory" in stderr
+        assert "a folder that exists" in stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_its_end_leaves_no_socket(self, kvd_daemon: MakeDaemon) -> None:
         daemon = kvd_daemon(max_bytes="4MiB", start=False)
-        deep = daemon.folder / "a" / "b" / "kvd.sock"
+        deep = daemon.folder / "a" / "kvd.sock"
+        deep.parent.mkdir()
         daemon.words[daemon.words.index("--socket") + 1] = str(deep)
         daemon.socket = deep
         daemon.start()

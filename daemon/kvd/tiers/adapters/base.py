@@ -18,6 +18,7 @@ from typing import NamedTuple
 from kvd.store.identity import Identity
 from kvd.store.retention import NEVER, Retention
 from kvtools.errors import KvError, UsageError
+from kvtools.exits import Exit
 
 
 class AdapterError(KvError):
@@ -30,6 +31,12 @@ class AdapterFull(AdapterError):
 
 class AdapterConfigError(UsageError):
     """A configuration this adapter cannot start with: names adapter, field and what to do."""
+
+
+class AdapterInUse(AdapterConfigError):
+    """What the adapter keeps its values in belongs to another daemon. Exit 1, as for a taken socket: later it may work."""
+
+    exit_code = Exit.FAILED
 
 
 class Durability(IntEnum):

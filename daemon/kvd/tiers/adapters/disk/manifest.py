@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.tiers.adapters.base import AdapterConfigError, AdapterError
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, AdapterInUse
 from kvd.tiers.adapters.disk.format import FORMAT_NAME, FORMAT_VERSION, PAGE, region_sequence
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 from kvtools.output import printable
@@ -19,14 +19,14 @@ LOCK = "owner.lock"
 
 
 def own(io: Storage, root: Path) -> int:
-    """Make the folder where it is missing, and own it; the descriptor that holds the lock. Raises AdapterConfigError."""
+    """Make the folder where it is missing, and own it; the descriptor with the lock. Raises AdapterConfigError, AdapterInUse."""
     try:
         io.mkdir(root)
         held = io.lock(root / LOCK, f"pid {os.getpid()} on {os.uname().nodename}\n")
     except OSError as error:
         raise _unusable(root, error) from error
     if isinstance(held, str):
-        raise AdapterConfigError(
+        raise AdapterInUse(
             f"{root} is in use by another kvd ({printable(held) or 'owner unknown'})",
             hint="stop that one first, or give this one another folder",
         )
