@@ -4,6 +4,7 @@ errors     the exception tree; each error knows its exit code and says what to d
 exits      exit codes, one IntEnum: they are an API
 units      sizes and times, parsed and printed
 output     tables, JSON, colour: data on stdout, all else on stderr
+interrupts Ctrl-C and `kill` while a command owns something that must not stay behind
 config     flag > environment > file > default, and where each value came from
 segments   what lies in shared memory: pool segments, owner sidecars, stats segments
 devices    GPUs by sysfs, NVML or amdsmi
