@@ -7,6 +7,7 @@
 
 app         kvd's commands, their flags
 commands    what they do
+status      what `kvd status` says: one health word, the reasons, what is stored
 service     what runs: server, operations, stats, the daemon's life
 wire        what travels: protocol, client
 store       what is in RAM: decides, no I/O

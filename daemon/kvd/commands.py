@@ -12,11 +12,9 @@ from kvd.store.identity import namespace_of
 from kvd.wire.connection import default_socket
 from kvtools.errors import KvError, NotFound, Refused, UsageError
 from kvtools.exits import Exit
-from kvtools.output import emit, emit_json, note, paint, table
+from kvtools.output import emit, emit_json, note, table
 from kvtools.segments.stats import StatsReader, StatsReading, instance_of_path, stats_name
 from kvtools.units import format_duration, format_rate, format_size, parse_duration
-
-HEALTH_STALE_S = 3.0
 
 
 def _client(socket: Path | None, timeout: str, namespace: str | None = None) -> Any:
@@ -165,7 +163,7 @@ def _show(body: dict[str, Any]) -> None:
             continue
         if isinstance(value, dict):
             for label, part in value.items():
-                if part:
+                if part and not isinstance(part, dict):  # buckets: kvd status sums them up
                     emit(f"  {name + '{' + label + '}':36} {_number(name, part)}")
         else:
             emit(f"  {name:36} {_number(name, value)}")
@@ -183,55 +181,24 @@ def _number(name: str, value: float) -> str:
 
 
 def status(socket: Path | None, json: bool) -> None:
-    """HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the reasons, and what is stored, in the shape of `ceph -s`."""
+    """HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the reasons, and what is stored; exit status 1 for HEALTH_ERR."""
+    from dataclasses import asdict
+
+    from kvd import status as words
     from kvd.service.stats import of_reading
 
     with _reader(socket) as reader:
         reading = _read(reader, socket)
     body = _with_age(of_reading(reading), reading)
-    bad, warn = _complaints(body)
-    word = "HEALTH_ERR" if bad else "HEALTH_WARN" if warn else "HEALTH_OK"
-    reasons = bad + warn
+    found = words.checks(body)
+    health = words.health(found)
     if json:
-        emit_json("kvd.status/1", {"health": word, "reasons": reasons, **body})
-        raise typer.Exit(Exit.FAILED if bad else Exit.OK)
-    emit(f"  health: {paint(word, 'bad' if bad else 'warn' if warn else 'good')}")
-    for reason in reasons:
-        emit(f"          {reason}")
-    gets = body["gets_total"]
-    hit = f"{100 * body['hits_total'] / gets:.1f} % of {gets} keys" if gets else "nothing asked for yet"
-    emit()
-    emit(
-        f"  daemon: pid {body['pid']}, up {format_duration(body['uptime_s'])},"
-        f" {body['connections']} connections, {body['leases_active']} leases"
-    )
-    emit(f"  arena:  {format_size(body['arena_bytes_used'])} of {format_size(body['arena_bytes_limit'])}, {body['entries']} values")
-    for tier in body["tiers"]:
-        limit = f" of {format_size(tier['bytes_limit'])}" if tier["bytes_limit"] else ""
-        emit(
-            f"  {tier['name'] + ':':7} {format_size(tier['bytes_used'])}{limit},"
-            f" {tier['entries']} values, {tier['queue']} on their way"
-        )
-    emit(f"  hits:   {hit}")
-    raise typer.Exit(Exit.FAILED if bad else Exit.OK)
-
-
-def _complaints(body: dict[str, Any]) -> tuple[list[str], list[str]]:
-    bad, warn = [], []
-    if body["heartbeat_age_s"] > HEALTH_STALE_S:
-        bad.append(f"the daemon has not moved for {format_duration(body['heartbeat_age_s'])}: stopped or stuck")
-    for tier in body["tiers"]:
-        if tier["breaker_open"]:
-            bad.append(f"tier {tier['name']} does not work: left alone, probed now and then (the log says why)")
-        if tier["corruptions_total"]:
-            warn.append(f"tier {tier['name']}: {tier['corruptions_total']} values were damaged (answered as misses)")
-        if tier["store_failures_total"]:
-            warn.append(f"tier {tier['name']} did not take {tier['store_failures_total']} values")
-    if body["draining"]:
-        warn.append("draining: no new writes are taken")
-    if body["quarantine_bytes"]:
-        warn.append(f"{format_size(body['quarantine_bytes'])} kept apart: their writers went silent")
-    return bad, warn
+        told = {"health": health, "reasons": [check.message for check in found], "checks": [asdict(check) for check in found]}
+        emit_json("kvd.status/1", {**told, **body})
+    else:
+        for line in words.page(body, found):
+            emit(line)
+    raise typer.Exit(Exit.FAILED if health == words.ERR else Exit.OK)
 
 
 def keys(socket: Path | None, namespace: str | None, limit: int, timeout: str, json: bool) -> None:

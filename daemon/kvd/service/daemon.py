@@ -102,7 +102,8 @@ class Daemon:
                 loop.add_signal_handler(number, self._signalled, number)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             await self.tiering.open(options.adapters)
-            self._publisher = stats.Publisher(self._rows(), instance, root=options.shm)
+            table = stats.Table(self.store, self.tiering, self.server, self.operations)
+            self._publisher = stats.Publisher(table, instance, root=options.shm)
             await self._open_window()
             self.server.bind()
             self.server.start()
@@ -124,9 +125,6 @@ class Daemon:
                 await self.tiering.close(0.5)
             arena.close()
 
-    def _rows(self) -> list[stats.Row]:
-        return stats.rows(self.store, self.tiering, self.server, lambda: len(self.operations.tokens))
-
     async def _open_window(self) -> None:
         if self.options.metrics_port is None:
             return
@@ -137,7 +135,7 @@ class Daemon:
                 "/metrics": lambda: (
                     200,
                     "text/plain; version=0.0.4",
-                    exposition(self._publisher.table if self._publisher else []),
+                    exposition(self._publisher.rows if self._publisher else []),
                 ),
                 "/healthz": lambda: (200, "text/plain", "ok\n"),
                 "/readyz": lambda: (503, "text/plain", "draining\n") if self.store.draining else (200, "text/plain", "ready\n"),
@@ -225,7 +223,7 @@ class Daemon:
             self._publisher.publish()
 
     def _info(self) -> dict[str, Any]:
-        body = stats.of_rows(self._publisher.table) if self._publisher else {}
+        body = stats.of_rows(self._publisher.rows) if self._publisher else {}
         body["server"] = f"kvd {__version__}"
         body["pid"] = os.getpid()
         body["socket"] = str(self.options.socket)

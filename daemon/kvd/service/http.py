@@ -10,8 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 
+from kvd.service.histogram import Row
 from kvtools.errors import UsageError
-from kvtools.segments.stats import Metric
 
 log = logging.getLogger("kvd.http")
 
@@ -80,22 +80,19 @@ class Window:
         await writer.drain()
 
 
-def exposition(rows: Iterable[tuple[Metric, Callable[[], float]]], prefix: str = "kvd_") -> str:
-    """The rows in Prometheus' text format (version 0.0.4)."""
-    lines: list[str] = []
-    told: set[str] = set()
-    for metric, read in rows:
+def exposition(rows: Iterable[Row], prefix: str = "kvd_") -> str:
+    """The rows in Prometheus' text format (version 0.0.4), those of one family together, as it asks for."""
+    families: dict[str, list[str]] = {}
+    for metric, read, _ in rows:
         family = metric.name
         kind = metric.type
         if metric.type == "bucket" or metric.name.endswith(("_seconds_sum", "_seconds_count")):
             family, kind = metric.name.rsplit("_", 1)[0], "histogram"
-        if family not in told:
-            told.add(family)
-            lines += [f"# HELP {prefix}{family} {metric.help}", f"# TYPE {prefix}{family} {kind}"]
+        head = [f"# HELP {prefix}{family} {metric.help}", f"# TYPE {prefix}{family} {kind}"]
         labels = ",".join(f'{name}="{_escaped(value)}"' for name, value in metric.labels.items())
-        value = read()
-        lines.append(f"{prefix}{metric.name}{{{labels}}} {value}" if labels else f"{prefix}{metric.name} {value}")
-    return "\n".join(lines) + "\n"
+        name = f"{prefix}{metric.name}{{{labels}}}" if labels else f"{prefix}{metric.name}"
+        families.setdefault(family, head).append(f"{name} {read()}")
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 def _escaped(value: str) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from kvd.service import rounds
 from kvd.service.faults import fault
 from kvd.service.gather import Gathering
+from kvd.service.histogram import OPERATION_BOUNDS_S, Histogram
 from kvd.service.server import Connection
 from kvd.store.extents import PAGE
 from kvd.store.index import Slots
@@ -40,6 +42,20 @@ ASK_KEYS = 256
 """Keys of a prefix that are asked for at a time."""
 ASK_BEFORE_DELETE_S = 0.5
 RESULT = p.Answer | Awaitable[p.Answer] | None
+TIMED: dict[type[p.Request], str] = {
+    p.Exists: "exists",
+    p.Prefix: "prefix",
+    p.Lease: "lease",
+    p.Claim: "claim",
+    p.Prefetch: "prefetch",
+    p.Reserve: "reserve",
+    p.Commit: "commit",
+    p.PutInline: "put_inline",
+    p.Delete: "delete",
+    p.Clear: "clear",
+    p.Flush: "flush",
+}
+"""Requests whose latency is kept, by the word they have in stats."""
 
 _MISSING = np.uint64(p.MISSING)
 _PAGE = np.uint64(PAGE)
@@ -81,14 +97,28 @@ class Operations:
             p.Where: self.where,
             p.Unpin: self.unpin,
         }
+        self.seconds = {word: Histogram(OPERATION_BOUNDS_S) for word in TIMED.values()}
+        self._observe = {kind: self.seconds[word].observe for kind, word in TIMED.items()}
 
     # ---- what the server asks for ------------------------------------------------------------------------------------
 
     def handle(self, link: Connection, request: p.Request) -> RESULT:
         self.changed()
+        kind = type(request)
+        observe = self._observe.get(kind)
+        if observe is None:
+            return self._answer(kind, link, request)
+        begun = perf_counter()
+        answer = self._answer(kind, link, request)
+        if answer is None or isinstance(answer, p.Answer):
+            observe(perf_counter() - begun)
+            return answer
+        return _observed(answer, begun, observe)
+
+    def _answer(self, kind: type[p.Request], link: Connection, request: p.Request) -> RESULT:
         if why := fault(request):
             return p.Failed(request.id, "bad_request", why)
-        return self._methods[type(request)](link, request)
+        return self._methods[kind](link, request)
 
     def welcome(self, session: bytes) -> p.Welcome:
         return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), self.store.arena.capacity, session, LEASE_S, self.instance)
@@ -326,6 +356,7 @@ class Operations:
         if (refused := self._may_write(link, m)) is not None:
             return refused
         if any(map(self.store.too_large, m.sizes)):
+            self.store.counts.reject("too_large")
             return p.Failed(m.id, "too_large", f"a value is larger than the arena ({self.store.arena.capacity} bytes)")
         lent = self.store.reserve(link.holder, m.sizes, self.store.monotonic() + LEASE_S)
         if len(lent) == len(m.sizes) or (lent and m.partial):
@@ -478,6 +509,13 @@ class Operations:
 
     def ping(self, link: Connection, m: p.Ping) -> RESULT:
         return p.Done(m.id)
+
+
+async def _observed(work: Awaitable[p.Answer], begun: float, observe: Callable[[float], None]) -> p.Answer:
+    """The rest of a request that waits for a tier or for room."""
+    answer = await work
+    observe(perf_counter() - begun)
+    return answer
 
 
 def _deadline(timeout_ms: int) -> float:

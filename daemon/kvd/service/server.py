@@ -119,6 +119,9 @@ class Connection(asyncio.Protocol):
         """Send an answer, or an error in its place when it does not fit a frame."""
         if self._transport.is_closing():
             return
+        if isinstance(answer, Failed):
+            failures = self.server.failures
+            failures[answer.code] = failures.get(answer.code, 0) + 1
         try:
             frame = encode(answer)
         except ValueError as error:
@@ -223,6 +226,8 @@ class Server:
         self.allow(uids, gids)
         self.connections: dict[bytes, Connection] = {}
         self.bad_frames = 0
+        self.failures: dict[str, int] = {}
+        """Errors answered, by code."""
         self.refused_peers = 0
         self._lock_fd = -1
         self._made = False

@@ -3,23 +3,39 @@
 One table makes everything an operator sees: `kvd stats`, `kvtop`, `kvdoctor` and scrapers read the segment, `Client.stats`
 answers from the same rows. A row is a metric and a function that reads its value; publishing is a loop over the rows.
 The segment is refreshed within PUBLISH_S of a request, and its heartbeat at least twice a second.
+
+Three groupings beside the daemon's own figures: by tier, by retention class, by namespace. Tiers and classes are fixed;
+namespaces come and go, so their rows are made anew, at most every RESHAPE_S, when another namespace has an account. How many
+have one is bounded (`store.accounts`); the label is the first 12 hex digits, as `kvd keys` prints them.
 """
 
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvd.service.histogram import Histogram
+from kvd.service.histogram import Changing, Histogram, Row
+from kvd.service.operations import Operations
 from kvd.service.server import Server
+from kvd.store.accounts import Account
 from kvd.store.extents import PAGE
+from kvd.store.index import Index
 from kvd.store.retention import Retention
 from kvd.store.store import Store
 from kvd.tiers.tier import Tier
 from kvd.tiers.tiering import Tiering
+from kvd.wire import protocol as p
+from kvtools import __version__
+from kvtools.errors import Unreachable
 from kvtools.segments.files import SHM
-from kvtools.segments.stats import Metric, StatsReading, StatsWriter
+from kvtools.segments.stats import OTHER, Metric, StatsReading, StatsWriter
+
+log = logging.getLogger("kvd.stats")
 
 PUBLISH_S = 0.05
+RESHAPE_S = 2.0
+LABEL_DIGITS = 12
 KIND = "kvd"
 REASONS = (
     "no_room",
@@ -33,19 +49,44 @@ REASONS = (
 )
 """Why a put may be refused."""
 
-Row = tuple[Metric, Callable[[], float]]
+
+class Table:
+    """Every metric of the daemon with the function that reads it. `version` changes when there are other rows."""
+
+    def __init__(self, store: Store, tiering: Tiering, server: Server, operations: Operations) -> None:
+        self._index = store.index
+        self._fixed = [
+            *_store_rows(store, tiering, lambda: len(operations.tokens)),
+            *_retention_rows(store),
+            *_service_rows(server, operations, store),
+        ]
+        for tier in tiering.tiers:
+            self._fixed += _tier_rows(tier)
+
+    @property
+    def version(self) -> int:
+        return self._index.accounts.version
+
+    def rows(self) -> list[Row]:
+        """All of them as they are now."""
+        return [*self._fixed, *_namespace_rows(self._index)]
 
 
-def rows(store: Store, tiering: Tiering, server: Server, tokens: Callable[[], int]) -> list[Row]:
-    """Every metric of the daemon with the function that reads it."""
-    table: list[Row] = []
+def _makers(table: list[Row]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`counter` and `gauge`: each adds a row to `table`."""
 
     def counter(name: str, unit: str, help_: str, read: Callable[[], float], **labels: str) -> None:
-        table.append((Metric(name, "counter", unit, help_, labels), read))
+        table.append(Row(Metric(name, "counter", unit, help_, labels), read))
 
     def gauge(name: str, unit: str, help_: str, read: Callable[[], float], **labels: str) -> None:
-        table.append((Metric(name, "gauge", unit, help_, labels), read))
+        table.append(Row(Metric(name, "gauge", unit, help_, labels), read))
 
+    return counter, gauge
+
+
+def _store_rows(store: Store, tiering: Tiering, tokens: Callable[[], int]) -> list[Row]:
+    table: list[Row] = []
+    counter, gauge = _makers(table)
     counts, leases, arena, index = store.counts, store.leases, store.arena, store.index
     counter("sets_total", "", "Values stored.", lambda: counts.sets)
     counter("gets_total", "", "Keys asked for in order to read them.", lambda: counts.gets)
@@ -64,11 +105,7 @@ def rows(store: Store, tiering: Tiering, server: Server, tokens: Callable[[], in
         "Values that a tier returned damaged: misses.",
         lambda: sum(t.adapter.counters.corruptions for t in tiering.tiers),
     )
-    for reason in REASONS:
-        counter("rejections_total", "", "Puts refused.", lambda r=reason: counts.rejections.get(r, 0), reason=reason)  # type: ignore[misc]
     counter("leases_revoked_total", "", "Read leases ended by their deadline.", lambda: leases.revoked)
-    counter("bad_frames_total", "", "Frames that were no valid request.", lambda: server.bad_frames)
-    counter("refused_peers_total", "", "Connections refused for their uid and gid.", lambda: server.refused_peers)
     gauge("entries", "", "Values in the arena.", lambda: index.entries)
     gauge("arena_bytes_used", "bytes", "Pages lent or holding values.", lambda: arena.used_bytes)
     gauge("arena_bytes_limit", "bytes", "Size of the arena.", lambda: arena.capacity)
@@ -78,19 +115,104 @@ def rows(store: Store, tiering: Tiering, server: Server, tokens: Callable[[], in
         "The largest value that fits without an eviction.",
         lambda: arena.extents.largest() * PAGE,
     )
-    for klass in Retention:
-        if klass is not Retention.NONE:
-            word = klass.name.lower()
-            gauge("entries_by_retention", "", "Values in the arena by class.", lambda k=klass: index.live[k], retention=word)  # type: ignore[misc]
     gauge("leases_active", "", "Read leases open.", lambda: len(leases.reads))
     gauge("tokens_active", "", "Prefixes pinned and not claimed yet.", tokens)
     gauge("quarantine_bytes", "bytes", "Extents whose writer may still be copying.", lambda: leases.quarantine_pages * PAGE)
-    gauge("connections", "", "Clients connected.", lambda: len(server.connections))
     gauge("namespaces", "", "Namespaces seen.", lambda: len(index.spaces))
     gauge("draining", "", "1 while no new writes are taken.", lambda: int(store.draining))
-    for tier in tiering.tiers:
-        table += _tier_rows(tier)
     return table
+
+
+def _retention_rows(store: Store) -> list[Row]:
+    table: list[Row] = []
+    counter, gauge = _makers(table)
+    index, counts = store.index, store.counts
+    for klass in Retention:
+        if klass is Retention.NONE:
+            continue
+        word = {"retention": klass.name.lower()}
+        gauge("entries_by_retention", "", "Values in the arena by class.", lambda k=klass: index.live[k], **word)
+        gauge("bytes_by_retention", "bytes", "Bytes of these.", lambda k=klass: index.live_bytes[k], **word)
+        counter("sets_by_retention_total", "", "Values stored by class.", lambda k=klass: counts.sets_by[k], **word)
+        counter("evictions_by_retention_total", "", "Values evicted by class.", lambda k=klass: counts.evictions_by[k], **word)
+    return table
+
+
+def _service_rows(server: Server, operations: Operations, store: Store) -> list[Row]:
+    table: list[Row] = []
+    counter, gauge = _makers(table)
+    for reason in REASONS:
+        counter("rejections_total", "", "Puts refused.", lambda r=reason: store.counts.rejections.get(r, 0), reason=reason)
+    for code in p.CODES:
+        counter("failures_total", "", "Requests answered with an error.", lambda c=code: server.failures.get(c, 0), code=code)
+    counter("bad_frames_total", "", "Frames that were no valid request.", lambda: server.bad_frames)
+    counter("refused_peers_total", "", "Connections refused for their uid and gid.", lambda: server.refused_peers)
+    gauge("connections", "", "Clients connected.", lambda: len(server.connections))
+    started = int(time.time())
+    gauge("start_time_seconds", "seconds", "When the daemon started, in unix time.", lambda: started)
+    gauge("build_info", "", "1, with the version as a label.", lambda: 1, version=__version__)
+    for word, seconds in operations.seconds.items():
+        table += seconds.rows("operation_seconds", "Time from a request's arrival to its answer.", {"op": word})
+    return table
+
+
+class _Held:
+    """What one namespace's rows change with: its figures, and what it holds."""
+
+    def __init__(self, index: Index, account: Account) -> None:
+        self.index, self.account = index, account
+
+    def entries(self) -> int:
+        space = self.index.spaces.get(self.account.name)
+        return len(space.slots) if space is not None else 0
+
+    def bytes(self) -> int:
+        space = self.index.spaces.get(self.account.name)
+        return space.bytes if space is not None else 0
+
+    @property
+    def changes(self) -> object:
+        return self.account.changes, self.entries(), self.bytes()
+
+
+class _Others(_Held):
+    """The same of all namespaces that have no account of their own, together."""
+
+    def _shown(self) -> list[_Held]:
+        return [_Held(self.index, account) for account in self.index.accounts.own.values()]
+
+    def entries(self) -> int:
+        return self.index.entries - sum(held.entries() for held in self._shown())
+
+    def bytes(self) -> int:
+        return sum(self.index.live_bytes) - sum(held.bytes() for held in self._shown())
+
+
+def _namespace_rows(index: Index) -> list[Row]:
+    accounts = index.accounts
+    table: list[Row] = []
+    taken = {OTHER}
+    for account in [*accounts.own.values(), accounts.other]:
+        held = _Held(index, account) if account is not accounts.other else _Others(index, account)
+        short = account.name.hex()[:LABEL_DIGITS]
+        label = OTHER if account is accounts.other else short if short not in taken else account.name.hex()
+        taken.add(label)
+        for name, kind, unit, help_, read in _figures(held, account):
+            table.append(Row(Metric(f"namespace_{name}", kind, unit, help_, {"namespace": label}), read, held))
+    return table
+
+
+def _figures(held: _Held, account: Account) -> Sequence[tuple[str, str, str, str, Callable[[], float]]]:
+    return (
+        ("entries", "gauge", "", "Values in the arena by namespace.", held.entries),
+        ("bytes", "gauge", "bytes", "Bytes of these.", held.bytes),
+        ("hits_total", "counter", "", "Keys read and found, by namespace.", lambda: account.hits),
+        ("misses_total", "counter", "", "Keys read and not found, by namespace.", lambda: account.misses),
+        ("get_bytes_total", "counter", "bytes", "Bytes of the values found, by namespace.", lambda: account.get_bytes),
+        ("sets_total", "counter", "", "Values stored, by namespace.", lambda: account.sets),
+        ("set_bytes_total", "counter", "bytes", "Bytes of the values stored, by namespace.", lambda: account.set_bytes),
+        ("evictions_total", "counter", "", "Values evicted from the arena, by namespace.", lambda: account.evictions),
+    )
 
 
 def _tier_rows(tier: Tier) -> list[Row]:
@@ -117,8 +239,8 @@ def _tier_rows(tier: Tier) -> list[Row]:
     loads, stores = Histogram(), Histogram()
     tier.load_s.append(loads.observe)
     tier.store_s.append(stores.observe)
-    made: list[Row] = [(Metric(f"tier_{n}", "gauge", u, h, labels), read) for n, (u, h, read) in gauges.items()]
-    made += [(Metric(f"tier_{n}_total", "counter", u, h, labels), read) for n, (u, h, read) in totals.items()]
+    made = [Row(Metric(f"tier_{n}", "gauge", u, h, labels), read) for n, (u, h, read) in gauges.items()]
+    made += [Row(Metric(f"tier_{n}_total", "counter", u, h, labels), read) for n, (u, h, read) in totals.items()]
     made += loads.rows("tier_load_seconds", "How long loads of a batch took.", labels)
     made += stores.rows("tier_store_seconds", "How long stores of a batch took.", labels)
     return made
@@ -127,26 +249,61 @@ def _tier_rows(tier: Tier) -> list[Row]:
 class Publisher:
     """Writes the rows into the stats segment."""
 
-    def __init__(self, table: list[Row], instance: str, *, root: Path = SHM) -> None:
+    def __init__(self, table: Table, instance: str, *, root: Path = SHM) -> None:
         self.table = table
-        self.writer = StatsWriter(KIND, instance, [metric for metric, _ in table], root=root)
-        self._cells = [(self.writer.index(metric.name, **metric.labels), read) for metric, read in table]
+        self.rows = table.rows()
+        self._version = table.version
+        self._reshaped = time.monotonic()
+        self.writer = StatsWriter(KIND, instance, [row.metric for row in self.rows], root=root)
+        self._cells = self._group()
         self.publish()
+
+    def _group(self) -> list[tuple[Changing | None, list[tuple[int, Callable[[], float]]]]]:
+        """Cells of the segment, those that change together in one group."""
+        groups: list[tuple[Changing | None, list[tuple[int, Callable[[], float]]]]] = []
+        for row in self.rows:
+            if not groups or groups[-1][0] is not row.of:
+                groups.append((row.of, []))
+            groups[-1][1].append((self.writer.index(row.metric.name, **row.metric.labels), row.read))
+        self._seen: list[object] = [None] * len(groups)
+        return groups
 
     def publish(self) -> None:
         """All values as they are now, and the heartbeat."""
-        writer = self.writer
+        if self._version != self.table.version and time.monotonic() - self._reshaped > RESHAPE_S:
+            self._reshape()
+        writer, seen = self.writer, self._seen
         with writer.update():
-            for i, read in self._cells:
-                writer.set(i, read())
+            for number, (of, cells) in enumerate(self._cells):
+                if of is not None:
+                    if (changes := of.changes) == seen[number]:
+                        continue
+                    seen[number] = changes
+                for i, read in cells:
+                    writer.set(i, read())
         writer.heartbeat()
+
+    def _reshape(self) -> None:
+        """Other namespaces have accounts now: the segment gets their rows. Without room in shared memory it stays as it is."""
+        self._reshaped = time.monotonic()
+        version, rows = self.table.version, self.table.rows()
+        try:
+            self.writer.reshape([row.metric for row in rows])
+        except Unreachable as error:
+            log.warning("the stats segment keeps its rows: %s", error.message)
+            return
+        self._version, self.rows = version, rows
+        self._cells = self._group()
 
     def close(self) -> None:
         self.writer.close()
 
 
 def as_dict(values: list[tuple[str, Mapping[str, str], float]]) -> dict[str, Any]:
-    """The shape of `kvd stats --json`: plain names as they are, one object a tier, other labels as objects by label value."""
+    """The shape of `kvd stats --json`: plain names as they are, one object a tier, other labels as objects by label value.
+
+    A histogram's buckets are an object by bound, in that of its label.
+    """
     body: dict[str, Any] = {}
     tiers: dict[str, dict[str, Any]] = {}
     for name, labels, value in values:
@@ -156,6 +313,9 @@ def as_dict(values: list[tuple[str, Mapping[str, str], float]]) -> dict[str, Any
                 row.setdefault(name.removeprefix("tier_"), {})[labels["le"]] = value
             else:
                 row[name.removeprefix("tier_")] = value
+        elif "le" in labels:
+            label = "/".join(word for kind, word in labels.items() if kind != "le")
+            body.setdefault(name, {}).setdefault(label, {})[labels["le"]] = value
         elif labels:
             body.setdefault(name, {})["/".join(labels.values())] = value
         else:
@@ -166,7 +326,7 @@ def as_dict(values: list[tuple[str, Mapping[str, str], float]]) -> dict[str, Any
 
 def of_rows(table: list[Row]) -> dict[str, Any]:
     """`as_dict` of a live table."""
-    return as_dict([(metric.name, metric.labels, read()) for metric, read in table])
+    return as_dict([(row.metric.name, row.metric.labels, row.read()) for row in table])
 
 
 def of_reading(reading: StatsReading) -> dict[str, Any]:

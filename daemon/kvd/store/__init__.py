@@ -5,6 +5,7 @@ retention  how long a value may live: classes, expiry
 arena      one shared memory object the engines map, and the daemon's view of it
 extents    which bytes of the arena are free
 index      identity -> entry, least recently used first, per retention class
+accounts   who uses what: figures a namespace, a bounded number of them
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
 store      the decisions: what is stored, found, evicted, refused

@@ -22,6 +22,7 @@ from itertools import repeat
 import numpy as np
 import numpy.typing as npt
 
+from kvd.store.accounts import Account, Accounts
 from kvd.store.expiry import Expiries
 from kvd.store.retention import NEVER, Retention
 
@@ -49,17 +50,16 @@ _COLUMNS = {
 
 
 class Namespace:
-    """One namespace's keys. Counters are what `kvd stats` shows for it."""
+    """One namespace's keys. `account` is what `kvd stats` shows for it."""
 
-    __slots__ = ("bytes", "hits", "misses", "name", "number", "slots")
+    __slots__ = ("account", "bytes", "name", "number", "slots")
 
-    def __init__(self, name: bytes, number: int) -> None:
+    def __init__(self, name: bytes, number: int, account: Account) -> None:
         self.name = name
         self.number = number
+        self.account = account
         self.slots: dict[bytes, int] = {}
         self.bytes = 0
-        self.hits = 0
-        self.misses = 0
 
 
 class Index:
@@ -72,6 +72,7 @@ class Index:
         self._free: list[int] = []
         self._next = 1
         self._tick = 0
+        self.accounts = Accounts()
         self.spaces: dict[bytes, Namespace] = {}
         self.by_number: list[Namespace] = []
         self._numbers: list[int] = []  # of namespaces forgotten
@@ -80,6 +81,7 @@ class Index:
         self.gone = 0
         """Deleted or replaced values that a pin still holds."""
         self.live = [0] * len(Retention)
+        self.live_bytes = [0] * len(Retention)
         self._victims: list[deque[tuple[int, int]]] = [deque() for _ in Retention]
         self._barren = [False] * len(Retention)  # nothing to take in that class until something changes
         self._any_barren = False
@@ -125,10 +127,20 @@ class Index:
         found = self.spaces.get(name)
         if found is None:
             number = self._numbers.pop() if self._numbers else len(self.by_number)
-            found = self.spaces[name] = Namespace(name, number)
+            found = self.spaces[name] = Namespace(name, number, self._account(name))
             self.by_number[number : number + 1] = [found]
             self._emptied.add(number)
         return found
+
+    def _account(self, name: bytes) -> Account:
+        """Where a new namespace's figures go: one that holds nothing makes way for it."""
+        accounts = self.accounts
+        if accounts.full:
+            empty = (space for number in self._emptied if not (space := self.by_number[number]).slots)
+            idle = next((space for space in empty if space.account is not accounts.other), None)
+            if idle is not None:
+                idle.account = accounts.close(idle.account)
+        return accounts.open(name)
 
     def forget_empty(self) -> None:
         """Let go of namespaces that hold nothing (any more): tenants come and go. A few are kept, for their counters."""
@@ -138,6 +150,7 @@ class Index:
             space = self.by_number[number]
             if not space.slots:
                 del self.spaces[space.name]
+                self.accounts.close(space.account)
                 self._numbers.append(number)
         self._emptied.clear()
 
@@ -205,6 +218,7 @@ class Index:
         self._tick += 1
         self.entries += 1
         self.live[klass] += 1
+        self.live_bytes[klass] += length
         self._barren[klass] = False
         return slot
 
@@ -214,6 +228,8 @@ class Index:
         if old != klass:
             self.live[old] -= 1
             self.live[klass] += 1
+            self.live_bytes[old] -= self.length_of[slot]
+            self.live_bytes[klass] += self.length_of[slot]
             self.klass_of[slot] = klass
             self._barren[klass] = False
         self.mortal -= self.expires_of[slot] != NEVER
@@ -241,6 +257,7 @@ class Index:
         self.keys[slot] = None
         self.entries -= 1
         self.live[self.klass_of[slot]] -= 1
+        self.live_bytes[self.klass_of[slot]] -= self.length_of[slot]
         self.mortal -= self.expires_of[slot] != NEVER
         self.state_of[slot] = GONE
         self.gone += 1

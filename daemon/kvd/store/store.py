@@ -44,6 +44,9 @@ class Counts:
     evicted_dirty: int = 0
     promotions: int = 0
     rejections: dict[str, int] = field(default_factory=dict)
+    sets_by: list[int] = field(default_factory=lambda: [0] * len(Retention))
+    evictions_by: list[int] = field(default_factory=lambda: [0] * len(Retention))
+    """Of `sets` and `evictions`, by class."""
 
     def reject(self, reason: str) -> str:
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
@@ -197,8 +200,12 @@ class Store:
         if old is not None:
             self._hide(old)
         slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
-        self.counts.sets += 1
-        self.counts.set_bytes += length
+        counts, account = self.counts, space.account
+        counts.sets += 1
+        counts.set_bytes += length
+        counts.sets_by[retention] += 1
+        account.sets += 1
+        account.set_bytes += length
         self.listener.stored(slot, old is not None)
 
     def _room(self, length: int) -> int | None:
@@ -217,12 +224,18 @@ class Store:
                     slot = self.index.victim(spare_dirty=False)
                     self.counts.evicted_dirty += bool(slot)
                 if slot:
-                    self.counts.evictions += 1
+                    self._count_eviction(slot)
             if not slot:
                 return None
             self._hide(slot)
             offset = self.arena.alloc(length)
         return offset
+
+    def _count_eviction(self, slot: int) -> None:
+        index = self.index
+        self.counts.evictions += 1
+        self.counts.evictions_by[index.klass_of[slot]] += 1
+        index.by_number[index.space_of[slot]].account.evictions += 1
 
     def _hide(self, slot: int) -> None:
         self.listener.removed(slot)
@@ -286,9 +299,10 @@ class Store:
         counts.misses += misses
         counts.get_bytes += size
         space = self.index.spaces.get(namespace)
-        if space is not None:
-            space.hits += hits
-            space.misses += misses
+        account = self.index.accounts.other if space is None else space.account
+        account.hits += hits
+        account.misses += misses
+        account.get_bytes += size
 
     # ---- removing ----------------------------------------------------------------------------------------------------
 

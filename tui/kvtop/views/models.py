@@ -75,8 +75,11 @@ def _published(stats: Stats, use: object) -> None:
         if not kind or series.kind == "bucket":
             continue
         one: Use = use(kind, labels[kind])  # type: ignore[operator]
-        one.values[series.name] = one.values.get(series.name, 0.0) + value
-        one.keys.setdefault(series.name, f"{stats.name}/{series.key}")
+        name = series.name.removeprefix(f"{kind}_")  # kvd's figures of a namespace are namespace_hits_total and so on
+        one.values[name] = one.values.get(name, 0.0) + value
+        one.keys.setdefault(name, f"{stats.name}/{series.key}")
+        if name == "bytes":
+            one.held_bytes += int(value)
         if series.name == "state":
             one.state = state_word(series.help, value)
         elif series.name == "requests_running":
@@ -111,7 +114,7 @@ def _segments(use: Use, width: int, model: Model) -> Line:
 
 
 def _held(use: Use, width: int, model: Model) -> Line:
-    return amount(use.held_bytes) if use.segments else span("-", "dim")
+    return amount(use.held_bytes) if use.segments or use.held_bytes else span("-", "dim")
 
 
 def _limit(use: Use, width: int, model: Model) -> Line:

@@ -1,0 +1,150 @@
+"""`kvd status`: one health word with its reasons, then what runs, what is stored and what is asked, in the shape of `ceph -s`.
+
+Pure functions over the object of `kvd stats --json`, which comes from the stats segment: so this works while the daemon hangs,
+and says that it does. Each reason has a code, which scripts may rely on; the sentence is for people.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from kvtools.output import paint
+from kvtools.units import format_duration, format_size
+
+HEALTH_STALE_S = 3.0
+MOST_NAMESPACES = 3
+
+OK, WARN, ERR = "HEALTH_OK", "HEALTH_WARN", "HEALTH_ERR"
+_STYLE = {OK: "good", WARN: "warn", ERR: "bad"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is not as it should be."""
+
+    code: str
+    severity: str
+    message: str
+
+
+def checks(body: Mapping[str, Any]) -> list[Check]:
+    """What is wrong, the worst first."""
+    found = [*_daemon_checks(body)]
+    for tier in body["tiers"]:
+        found += _tier_checks(tier)
+    return sorted(found, key=lambda check: check.severity != ERR)
+
+
+def _daemon_checks(body: Mapping[str, Any]) -> Iterator[Check]:
+    if body["heartbeat_age_s"] > HEALTH_STALE_S:
+        age = format_duration(body["heartbeat_age_s"])
+        yield Check("DAEMON_STUCK", ERR, f"the daemon has not moved for {age}: stopped or stuck")
+    if body["draining"]:
+        yield Check("DRAINING", WARN, "draining: no new writes are taken")
+    if body["quarantine_bytes"]:
+        size = format_size(body["quarantine_bytes"])
+        yield Check("QUARANTINE", WARN, f"{size} kept apart: their writers went silent")
+    if lost := body.get("evictions_unwritten_total"):
+        yield Check("EVICTED_UNWRITTEN", WARN, f"{lost} values were evicted before a tier that did not work had taken them")
+
+
+def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
+    name = tier["name"]
+    if tier["breaker_open"]:
+        yield Check("TIER_DOWN", ERR, f"tier {name} does not work: left alone, probed now and then (the log says why)")
+    if tier["corruptions_total"]:
+        yield Check("TIER_CORRUPT", WARN, f"tier {name}: {tier['corruptions_total']} values were damaged (answered as misses)")
+    if tier["store_failures_total"]:
+        yield Check("TIER_REFUSED", WARN, f"tier {name} did not take {tier['store_failures_total']} values")
+
+
+def health(found: list[Check]) -> str:
+    """The one word."""
+    severities = {check.severity for check in found}
+    return ERR if ERR in severities else WARN if severities else OK
+
+
+def page(body: Mapping[str, Any], found: list[Check]) -> Iterator[str]:
+    """The lines for people."""
+    word = health(found)
+    yield f"  health: {paint(word, _STYLE[word])}"
+    for check in found:
+        yield f"          {check.message}"
+    for title, rows in (("services", _services(body)), ("data", _data(body)), ("io since the start", _io(body))):
+        yield ""
+        yield f"  {title}:"
+        lines = list(rows)
+        width = max(len(name) for name, _ in lines) + 1
+        for name, text in lines:
+            yield f"    {name + ':':{width}} {text}"
+
+
+def _services(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    about = f"kvd {next(iter(body.get('build_info', {})), '')}".rstrip()
+    clients, leases = _count(body["connections"], "client"), _count(body["leases_active"], "lease")
+    yield "daemon", f"{about}, pid {body['pid']}, up {format_duration(body['uptime_s'])}; {clients}, {leases}"
+    yield "arena", _filled(body["arena_bytes_used"], body["arena_bytes_limit"])
+    for tier in body["tiers"]:
+        state = "does not work; " if tier["breaker_open"] else ""
+        yield tier["name"], f"{state}{_filled(tier['bytes_used'], tier['bytes_limit'])}; {tier['queue']} on their way"
+
+
+def _filled(used: int, limit: int) -> str:
+    return f"{format_size(used)} of {format_size(limit)}, {100 * used / limit:.0f} %" if limit else format_size(used)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+def _data(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    places = [f"{body['entries']:,} in the arena", *(f"{tier['entries']:,} in {tier['name']}" for tier in body["tiers"])]
+    yield "values", ", ".join(places)
+    held, sizes = body.get("entries_by_retention", {}), body.get("bytes_by_retention", {})
+    if classes := [f"{word} {count:,} ({format_size(sizes.get(word, 0))})" for word, count in held.items() if count]:
+        yield "classes", ", ".join(classes)
+    spaces = {name: size for name, size in body.get("namespace_bytes", {}).items() if name != "other" and size}
+    largest = sorted(spaces, key=lambda name: -spaces[name])[:MOST_NAMESPACES]
+    told = [f"{name} {format_size(spaces[name])}{_found(body, name)}" for name in largest]
+    more = len(spaces) - len(largest)
+    yield "namespaces", f"{body['namespaces']}" + (": " + ", ".join(told) if told else "") + (", ..." if more > 0 else "")
+
+
+def _found(body: Mapping[str, Any], name: str) -> str:
+    hits, misses = (body.get(f"namespace_{word}_total", {}).get(name, 0) for word in ("hits", "misses"))
+    return f" ({100 * hits / (hits + misses):.0f} % found)" if hits + misses else ""
+
+
+def _io(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    gets = body["gets_total"]
+    read = f"{_count(gets, 'key')}, {100 * body['hits_total'] / gets:.1f} % found" if gets else "nothing asked for yet"
+    yield "read", read + (f", {format_size(body['get_bytes_total'])}" if gets else "") + _latency(body, "lease")
+    yield "written", f"{_count(body['sets_total'], 'value')}, {format_size(body['set_bytes_total'])}" + _latency(body, "commit")
+    if refused := {reason: count for reason, count in body.get("rejections_total", {}).items() if count}:
+        yield "refused", ", ".join(f"{count:,} {reason}" for reason, count in refused.items())
+
+
+def _latency(body: Mapping[str, Any], op: str) -> str:
+    buckets = body.get("operation_seconds_bucket", {}).get(op, {})
+    found = [quantile(buckets, share) for share in (0.5, 0.99)]
+    if not buckets or found[0] is None:
+        return ""
+    middle, high = (format_duration(value) if value is not None else "-" for value in found)
+    return f"; p50 {middle}, p99 {high}"
+
+
+def quantile(buckets: Mapping[str, float], share: float) -> float | None:
+    """Seconds below which that share of observations lies, interpolated inside its bucket; None when there are none.
+
+    `buckets`: cumulative counts by upper bound. In the last, unbounded one the answer is its lower bound.
+    """
+    rows = sorted((math.inf if bound == "+Inf" else float(bound), count) for bound, count in buckets.items())
+    if not rows or not rows[-1][1]:
+        return None
+    wanted = share * rows[-1][1]
+    for (low, below), (high, upto) in pairwise([(0.0, 0.0), *rows]):
+        if upto >= wanted and upto > below:
+            return low if math.isinf(high) else low + (high - low) * (wanted - below) / (upto - below)
+    return None
