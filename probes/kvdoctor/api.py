@@ -9,11 +9,16 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import Report, Result
 from kvdoctor.verdict import judge
+
+if TYPE_CHECKING:
+    from kvdoctor.collect.source import Source
+
+CAPTURE_DEADLINE_S = 20.0
 
 __all__ = ["Facts", "Report", "Result", "collect_capture", "collect_host", "direct_reason", "judge", "posix_reason", "warnings"]
 
@@ -33,13 +38,47 @@ def collect_host(
 
     `paths` are KV directories (default: what the environment or a running kvd names, else the current directory). With
     `run_tools=False` nothing is executed. `want` is how many bytes each path should hold. Never takes longer than
-    `deadline_s` plus a second, whatever hangs.
+    `deadline_s` plus a second, whatever hangs; raises TimedOut where a file of the host itself never answers, and UsageError
+    for a path that is empty.
     """
     from kvdoctor.collect.host import collect
     from kvdoctor.collect.source import Source
 
     source = Source(root, run_tools=run_tools and str(root) == "/", deadline_s=deadline_s, recorder=recorder)
-    return collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
+    return _bounded(
+        source, deadline_s, lambda: collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
+    )
+
+
+def _bounded(source: "Source", deadline_s: float, look: Callable[[], Facts]) -> Facts:
+    """`look()` on a thread that is left behind where it does not end: a file on a dead mount may never answer.
+
+    Every part of a look has its own bound; this one is for what no part expects to hang. Raises TimedOut, and what `look` does.
+    """
+    import threading
+
+    from kvtools.errors import TimedOut
+
+    done: list[Facts] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(look())
+        except BaseException as error:  # noqa: BLE001 - carried over to the caller's thread, whatever it is
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="kvdoctor looks", daemon=True)
+    thread.start()
+    thread.join(deadline_s + 1.0)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimedOut(
+            f"the look does not come back from {source.looking_at or 'its first file'} within {deadline_s:g} s",
+            hint="a mount there is dead, or --deadline is too short",
+        )
+    return done[0]
 
 
 def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: Any = None) -> Facts:
@@ -57,21 +96,24 @@ def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: 
     told = case.get("denied")
     denied = {str(path): str(why) for path, why in told.items()} if isinstance(told, dict) else {}
     source = Source(home / "root", commands=home / "cmd", complete=case.get("complete") is True, denied=denied, recorder=recorder)
-    return collect(source, paths=paths, case=case)
+    return _bounded(source, CAPTURE_DEADLINE_S, lambda: collect(source, paths=paths, case=case))
 
 
 def read_case(home: Path) -> dict[str, Any]:
     """A capture's case.json ({} where it has none). Raises UsageError where it is not a JSON object."""
     import json
 
+    from kvdoctor.collect.source import MAX_READ, open_regular
     from kvtools.errors import UsageError
 
     try:
-        case = json.loads((home / "case.json").read_text())
+        with open_regular(home / "case.json") as file:
+            case = json.loads(file.read(MAX_READ))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{home / 'case.json'}: {error}", hint="it must be a JSON object {case, context, kv_path, env}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{home / 'case.json'}: {why}", hint="it must be a JSON object {case, context, kv_path, env}") from None
     if not isinstance(case, dict):
         raise UsageError(f"{home / 'case.json'} is not a JSON object", hint="it must hold case, context, kv_path and env")
     return case
@@ -89,7 +131,9 @@ def first_fault(report: Report, need: str) -> str:
 def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
     """One line why a file in `path` cannot move between GPU and disk directly, '' when nothing stands against it.
 
-    Cheap: no process is started and nothing is opened on the path itself, unless `facts` from a fuller look are handed in.
+    The line ends with the id of the check in brackets, which `kvdoctor explain` knows. Cheap: no process is started and
+    nothing is opened on the path itself, unless `facts` from a fuller look are handed in. Raises TimedOut where this host's
+    own files do not answer within 3 s, and UsageError for an empty path.
     """
     report = judge(facts or _quick(root, path))
     if report.verdict == "no-gpu":
@@ -98,7 +142,10 @@ def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "
 
 
 def posix_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
-    """One line why the POSIX tier cannot use `path`, '' when it can: the path is opened, in a child that may hang."""
+    """One line why the POSIX tier cannot use `path`, '' when it can: the path is opened, in a child that may hang.
+
+    Ends with the id of the check in brackets. Raises as `direct_reason` does, after 7 s.
+    """
     facts = facts or collect_host(root, [path], run_tools=False, deadline_s=6.0)
     return first_fault(judge(facts, only=["storage", "limits"]), "P")
 
@@ -107,7 +154,8 @@ def _quick(root: str | Path, path: str) -> Facts:
     from kvdoctor.collect.host import collect
     from kvdoctor.collect.source import Source
 
-    return collect(Source(root, run_tools=False, deadline_s=2.0), paths=[path], quick=True)
+    source = Source(root, run_tools=False, deadline_s=2.0)
+    return _bounded(source, 2.0, lambda: collect(source, paths=[path], quick=True))
 
 
 def warnings(report: Report) -> list[str]:

@@ -23,4 +23,6 @@ def script(report: Report) -> Iterable[str]:
             yield f"#    {printable(item.fix)}"
         for follower in dict.fromkeys(other.id for other in report.results if other.caused_by == item.id):
             yield f"#    follows from it: {follower}"
-        yield from item.commands
+        for command in item.commands:
+            # A name with a newline in it would go on as a command of its own.
+            yield command if command.isprintable() else f"# {printable(command)}    # holds control characters: type it yourself"

@@ -55,6 +55,9 @@ CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """(cause, what it explains), the deepest cause first. Names that end with '.' stand for every check of that kind."""
 
 
+MAX_TEXT = 1000
+
+
 def judge(
     facts: Facts,
     *,
@@ -99,6 +102,12 @@ def judge(
 
 def _label(one: Result, item: Check, cost: float) -> None:
     one.id, one.group, one.need, one.title, one.cost_ms = item.id, item.group, item.need, item.title, cost
+    # Words of a host's own files are among them, and a file may hold megabytes without a blank.
+    one.observed, one.expected, one.why, one.fix = (_cut(text) for text in (one.observed, one.expected, one.why, one.fix))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
 
 
 def selected(check_id: str, only: Collection[str], skip: Collection[str]) -> bool:

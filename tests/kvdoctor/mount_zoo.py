@@ -1,10 +1,12 @@
 """Runs as root inside a private mount namespace: makes file systems on loop devices and says what kvdoctor sees on each.
 
-`unshare --mount --propagation private python mount_zoo.py zoo|frozen SCRATCH` prints JSON. All mounts die with the
+`unshare --mount --propagation private python mount_zoo.py zoo|frozen|dead SCRATCH` prints JSON. All mounts die with the
 namespace, and loop devices with their mounts (autoclear), even when this is killed.
 """
 
+import ctypes
 import json
+import os
 import subprocess
 import sys
 import time
@@ -80,13 +82,33 @@ def frozen(scratch: Path) -> dict[str, Any]:
     return {"facts": facts.to_json(), "seconds": took, "ice": str(ice), "healthy": str(healthy)}
 
 
+def dead(scratch: Path) -> dict[str, Any]:
+    """A look at a mount whose server never answers, as a hard NFS mount without its server: even stat does not return."""
+    silent, healthy = scratch / "silent", scratch / "healthy"
+    silent.mkdir()
+    healthy.mkdir()
+    server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    if libc.mount(b"silent", os.fsencode(silent), b"fuse", 0, options):
+        raise SystemExit(f"mount fuse: {os.strerror(ctypes.get_errno())}")
+    try:
+        started = time.monotonic()
+        facts = api.collect_host(paths=[str(silent / "kvd"), str(healthy)], deadline_s=6.0, run_tools=False)
+        took = time.monotonic() - started
+        reason = api.posix_reason(str(silent))
+    finally:
+        os.close(server)
+    return {"facts": facts.to_json(), "seconds": took, "silent": str(silent / "kvd"), "healthy": str(healthy), "reason": reason}
+
+
 def main() -> None:
     scratch = Path(sys.argv[2])
     if sys.argv[1] == "zoo":
         places = zoo(scratch)
         print(json.dumps({"places": places, "facts": api.collect_host(paths=list(places.values())).to_json()}))
     else:
-        print(json.dumps(frozen(scratch)))
+        print(json.dumps({"frozen": frozen, "dead": dead}[sys.argv[1]](scratch)))
 
 
 if __name__ == "__main__":

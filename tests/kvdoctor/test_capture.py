@@ -1,6 +1,8 @@
 """A capture judges like the host it was made from, and holds nothing that identifies it."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,15 @@ def test_one_name_one_stand_in() -> None:
     redactor = Redactor(hosts=["node7.example"])
     text = redactor.text("node7 10.0.0.1 10.0.0.2 10.0.0.1 node7.example")
     assert text == "host1 192.0.2.1 192.0.2.2 192.0.2.1 host1"
+
+
+def test_two_captures_into_one_directory_leave_one_whole(tmp_path: Path) -> None:
+    home = tmp_path / "host"
+    words = [sys.executable, "-m", "kvdoctor", "capture", str(home), "--path", str(tmp_path)]
+    running = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [child.communicate(timeout=30)[1] for child in running]
+    assert min(child.returncode for child in running) == 0
+    assert [child.returncode for child in running].count(0) == 1, told
+    assert "Traceback" not in "".join(told)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["host"], "no scratch directory is left"
+    assert api.judge(api.collect_capture(home)).by_id("storage.exists")[0].status == "pass"

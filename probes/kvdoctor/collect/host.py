@@ -14,6 +14,7 @@ from kvdoctor.collect.source import Source
 from kvdoctor.facts import Facts
 from kvdoctor.parse.aischeck import parse_ais_check
 from kvdoctor.parse.mounts import parse_mdstat
+from kvtools.errors import UsageError
 
 SMI_TOOLS = {
     "amd-smi": ["amd-smi"],
@@ -97,7 +98,7 @@ def choose_paths(
 ) -> list[tuple[str, str]]:
     """(path, where it comes from): --path, a capture's kv_path, KVD_LONG_PATH, hipFile's roots, a running kvd, or here."""
     if given:
-        return [(os.path.abspath(path), "--path") for path in dict.fromkeys(given)]  # noqa: PTH100 - links are kept
+        return [(_absolute(path), "--path") for path in dict.fromkeys(given)]
     recorded = case.get("kv_paths") or ([case["kv_path"]] if case.get("kv_path") else [])
     if recorded:
         return [(str(path), "the capture") for path in recorded]
@@ -107,7 +108,20 @@ def choose_paths(
         return [(path, "INFERA_KVD_HIPFILE_ROOTS") for path in roots]
     if daemon_paths:
         return [(path, "the running kvd") for path in daemon_paths]
-    return [] if case else [(os.getcwd(), "the current directory")]  # noqa: PTH109
+    try:
+        return [] if case else [(os.getcwd(), "the current directory")]  # noqa: PTH109
+    except OSError:
+        return []  # it was deleted under us
+
+
+def _absolute(path: str) -> str:
+    """`path` from the root on, links kept. Raises UsageError for one that names nothing."""
+    if not path.strip():
+        raise UsageError("--path is empty", hint="name a directory; a variable in the command line may not be set")
+    try:
+        return os.path.abspath(path)  # noqa: PTH100
+    except OSError:
+        raise UsageError(f"--path {path}: the current directory is gone", hint="name it from / on, or cd elsewhere") from None
 
 
 def parse_roots(text: str) -> list[str]:

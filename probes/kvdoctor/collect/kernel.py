@@ -26,6 +26,9 @@ SYMBOLS = (
 OPTIONS = ("CONFIG_PCI_P2PDMA", "CONFIG_ZONE_DEVICE", "CONFIG_DMABUF_MOVE_NOTIFY", "CONFIG_HSA_AMD_P2P")
 
 
+MAX_RELEASE = 255
+
+
 def release(source: Source) -> str:
     """`uname -r` of the host."""
     if source.live:
@@ -36,7 +39,7 @@ def release(source: Source) -> str:
         return running
     run = source.answer("uname-r")
     if run and run.out.strip():
-        return run.out.split()[0]
+        return run.out.split(None, 1)[0][:MAX_RELEASE]
     if text := source.word("/proc/sys/kernel/osrelease"):
         return text
     for key, pattern in (("ais-check", r"^Linux \S+ (\S+) "), ("gdscheck", "")):

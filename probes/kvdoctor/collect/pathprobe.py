@@ -2,7 +2,7 @@
 
 Run as `python -I -S pathprobe.py --read|--write PATH...` by `kvdoctor.collect.storage`; standard library only, imports
 nothing of ours. Each answer is a line of JSON with the path's `index`, flushed as soon as it is known (first what reading
-tells, then what writing tells), so that a path that hangs costs only its own answer.
+tells, then what writing tells). Every path has a thread of its own, so that one that hangs costs only its own answer.
 Nothing is left behind: the file that O_DIRECT is tried on is opened with O_TMPFILE and never has a name.
 """
 
@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 import sys
+import threading
 
 STATX_DIOALIGN = 0x2000
 AT_FDCWD = -100
@@ -133,21 +134,32 @@ def held(folder: str) -> int:
     return total
 
 
+_printing = threading.Lock()
+
+
 def say(index: int, answer: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps({"index": index, **answer}) + "\n")
-    sys.stdout.flush()
+    with _printing:
+        sys.stdout.write(json.dumps({"index": index, **answer}) + "\n")
+        sys.stdout.flush()
 
 
-def main() -> None:
-    paths = sys.argv[2:]
-    folders = []
-    for index, path in enumerate(paths):
+def probe(index: int, path: str, write: bool) -> None:
+    try:
         found = look(path)
         say(index, found)
         if found.get("is_dir"):
-            folders.append((index, path, sys.argv[1] == "--write" and bool(found.get("writable"))))
-    for index, path, write in folders:
-        say(index, {"direct": direct(path, write)})
+            say(index, {"direct": direct(path, write and bool(found.get("writable")))})
+    except (OSError, ValueError) as error:  # the path went, or its mount did, between two calls
+        say(index, {"error": name_of(error) if isinstance(error, OSError) else str(error)})
+
+
+def main() -> None:
+    write = sys.argv[1] == "--write"
+    threads = [threading.Thread(target=probe, args=(index, path, write)) for index, path in enumerate(sys.argv[2:])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ Three kinds of host look the same from above. *Live*: the machine this runs on. 
 (`--root /host`), no command is run. *Capture*: a directory with `root/` (files), `cmd/` (KEY.out, .err, .rc, .hang for
 commands, KEY.json for system calls) and `case.json` ({case, context, kv_path, env}); nothing of this machine is looked at.
 
-Symbolic links are followed inside the root, as chroot would. Every read is bounded. A file that exists and cannot be read
-is remembered in `denied`, because "may not look" and "is not there" lead to different verdicts. With a `Recorder` set, all
+Symbolic links are followed inside the root, as chroot would. Every read is bounded in size and by the deadline, and only
+regular files are opened: a tree from elsewhere may hold a FIFO, which would block, or a device, which opening can set off. A
+file that exists and cannot be read is remembered in `denied`, because "may not look" and "is not there" lead to different
+verdicts. With a `Recorder` set, all
 that is read is written down in the layout of a capture: that is how `kvdoctor capture` works, and why a capture judged
 elsewhere gives the same report.
 
@@ -15,20 +17,28 @@ Commands run on threads of their own from `start` on, so a slow one costs nothin
 import contextlib
 import errno
 import gzip
+import itertools
 import json
 import os
 import re
+import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from kvdoctor.collect import tools
 from kvdoctor.facts import ToolRun
 
 MAX_READ = 4 << 20
 MAX_LINKS = 40
+MAX_LINE = 1 << 16
+MAX_NAMES = 100_000
+"""Entries of one folder that are looked at; the kernel's own have far fewer."""
+RESOLVE_S = 2.0
+"""How long following the links of one KV path may take: a dead network mount never answers."""
 NOWHERE = "/.no-such-file"
 """What a path stands for that cannot be: links in a circle, or a name no file can have. Never the link itself: opening that
 would follow it out of a capture's root."""
@@ -46,6 +56,17 @@ class Recorder(Protocol):
     def tool(self, run: ToolRun) -> None: ...
     def value(self, key: str, value: Any) -> None: ...
     def command_file(self, name: str, text: str) -> None: ...
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, ENOTSUP for anything else that is there, without having opened it."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+        raise OSError(errno.EISDIR if Path(path).is_dir() else errno.ENOTSUP, "not a regular file", str(path))
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)  # it was exchanged between the two looks
+    raise OSError(errno.ENOTSUP, "not a regular file", str(path))
 
 
 class Source:
@@ -78,6 +99,8 @@ class Source:
         self._end = clock() + deadline_s
         self._threads: dict[str, threading.Thread] = {}
         self._links: dict[str, str | None] = {}
+        self.looking_at = ""
+        """The file or folder that was asked for last: where a look that does not return is stuck."""
 
     def remaining(self) -> float:
         """Seconds left of the whole run's deadline, never negative."""
@@ -127,12 +150,23 @@ class Source:
 
     def host_path(self, path: str) -> str:
         """Where `path` of the host lies on this machine."""
+        self.looking_at = self.root + path
         return self.root + self.real(path)
+
+    def real_in_time(self, path: str) -> str:
+        """`real` of a path that may lie on a mount that never answers: as it is written where that takes too long."""
+        if not self.live:
+            return self.real(path)
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self.real(path)), name="links of a KV path", daemon=True)
+        thread.start()
+        thread.join(min(RESOLVE_S, self.remaining()))
+        return found[0] if found else path
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes | None:
         """Up to `limit` bytes of a file, or None; a refusal is remembered in `denied`."""
         try:
-            with open(self.host_path(path), "rb") as file:  # noqa: PTH123 - the hot path of every run
+            with open_regular(self.host_path(path)) as file:
                 data = file.read(limit)
         except OSError as error:
             self.refused(path, error)
@@ -168,12 +202,12 @@ class Source:
         found: list[bytes] = []
         first = b""
         try:
-            with open(self.host_path(path), "rb") as raw:  # noqa: PTH123
+            with open_regular(self.host_path(path)) as raw:
                 packed = path.endswith(".gz")
                 stream = gzip.GzipFile(fileobj=raw) if packed else raw
                 rest = b""
-                while block := stream.read(1 << 20):
-                    block = rest + block
+                while block := self._in_time(stream.read(1 << 20)):
+                    block = rest[-MAX_LINE:] + block
                     cut = block.rfind(b"\n") + 1
                     rest, block = block[cut:], block[:cut]
                     first = first or block[:200].split(b"\n", 1)[0]
@@ -182,7 +216,7 @@ class Source:
                 if any(needle in rest for needle in wanted):
                     found.append(rest)
                 first = first or rest[:200]
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             self.refused(path, error)
             return None
         if not first:
@@ -192,13 +226,19 @@ class Source:
             self.recorder.file(self.real(path).replace("config.gz", "config.txt"), b"\n".join(kept) + b"\n")
         return [line.decode("utf-8", "replace") for line in found]
 
+    def _in_time(self, block: bytes) -> bytes:
+        """`block`, while there is time. Raises TimeoutError: half a search is no answer."""
+        if block and not self.remaining():
+            raise TimeoutError(errno.ETIMEDOUT, "the deadline passed while searching")
+        return block
+
     def contains(self, path: str, needle: bytes) -> bool | None:
         """Whether a (large) file holds `needle`; None where it cannot be read."""
         try:
-            with open(self.host_path(path), "rb") as file:  # noqa: PTH123
+            with open_regular(self.host_path(path)) as file:
                 tail = b""
                 found = False
-                while block := file.read(1 << 20):
+                while block := self._in_time(file.read(1 << 20)):
                     if needle in tail + block:
                         found = True
                         break
@@ -213,7 +253,8 @@ class Source:
     def names(self, path: str) -> list[str]:
         """Sorted names in a folder, empty where there is none."""
         try:
-            found = sorted(os.listdir(self.host_path(path)))  # noqa: PTH208 - names are enough
+            with os.scandir(self.host_path(path)) as entries:
+                found = sorted(entry.name for entry in itertools.islice(entries, MAX_NAMES))
         except OSError as error:
             self.refused(path, error)
             return []
@@ -308,7 +349,7 @@ class Source:
     def _command_file(self, name: str) -> str | None:
         assert self.commands is not None
         try:
-            with (self.commands / name).open("rb") as file:
+            with open_regular(self.commands / name) as file:
                 return file.read(MAX_READ).decode("utf-8", "replace")
         except OSError:
             return None
@@ -333,7 +374,7 @@ class Source:
             text = self._command_file(f"{key}.json")
             try:
                 known = None if text is None else json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
             if known is not None and self.recorder:
                 self.recorder.value(key, known)

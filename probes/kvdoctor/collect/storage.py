@@ -26,7 +26,7 @@ def start_probe(source: Source, paths: list[str], *, write: bool) -> None:
     """Begin the system calls on `paths`, in a child that may hang without harm."""
     if source.live and paths:
         script = str(Path(__file__).with_name("pathprobe.py"))
-        targets = [source.host_path(path) if source.root else path for path in paths]
+        targets = [source.root + source.real_in_time(path) if source.root else path for path in paths]
         argv = [sys.executable, "-I", "-S", script, "--write" if write else "--read", *targets]
         source.run_tools, kept = True, source.run_tools
         source.start("pathprobe", argv, deadline_s=PROBE_DEADLINE_S)
@@ -40,7 +40,7 @@ def collect_paths(source: Source, paths: list[tuple[str, str]], want: dict[str, 
     found = []
     for path, origin in paths:
         kv = KvPath(path=path, origin=origin, want=(want or {}).get(path))
-        kv.mount = mount_of(source.real(path), mounts)
+        kv.mount = mount_of(source.real_in_time(path), mounts)
         if kv.mount:
             _stack(source, kv, kv.mount)
             _journal(source, kv, kv.mount)
@@ -65,7 +65,7 @@ def _probed(source: Source, paths: list[str]) -> dict[str, dict[str, object]]:
         try:
             answer = json.loads(line)
             found.setdefault(paths[answer.pop("index")], {}).update(answer)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             continue  # a line cut off by the deadline
     if run and run.state in ("hung", "abandoned"):
         where = f", state {run.proc_state}" if run.proc_state else ""

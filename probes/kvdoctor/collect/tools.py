@@ -103,10 +103,17 @@ def _stop(child: subprocess.Popen[bytes], result: ToolRun) -> None:
 
 
 def process_state(pid: int) -> tuple[str, str]:
-    """The one-letter state and the kernel function a process sleeps in, empty where /proc does not tell."""
-    state = wchan = ""
-    with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    with contextlib.suppress(OSError):
-        wchan = Path(f"/proc/{pid}/wchan").read_text().strip("0 \n")
-    return state, wchan
+    """The one-letter state and the kernel function a process sleeps in, empty where /proc does not tell.
+
+    Of its threads the one that cannot be killed counts (state D): a process whose first thread has ended already looks like
+    a zombie while another still sleeps in the kernel.
+    """
+    found: list[tuple[str, str]] = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        state = wchan = ""
+        with contextlib.suppress(OSError, IndexError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        with contextlib.suppress(OSError):
+            wchan = (task / "wchan").read_text().strip("0 \n")
+        found.append((state, wchan))
+    return next((item for item in found if item[0] == "D"), found[0] if found else ("", ""))

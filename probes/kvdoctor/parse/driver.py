@@ -64,16 +64,20 @@ def _module(fields: dict[str, str], filename: str = "") -> ModuleFile:
     )
 
 
+MAX_MODULE = 256 << 20
+"""Bytes of an unpacked module that are looked at: a file may unpack to any size."""
+
+
 def unpack_module(data: bytes) -> bytes | None:
     """The ELF image of a .ko, .ko.xz, .ko.gz or (with a library that reads it) .ko.zst; None where that fails."""
     if data[:4] == b"\x28\xb5\x2f\xfd":
         return _unpack_zstd(data)
     try:
         if data[:6] == b"\xfd7zXZ\0":
-            return lzma.decompress(data)
+            return lzma.LZMADecompressor().decompress(data, MAX_MODULE)
         if data[:2] == b"\x1f\x8b":
-            return zlib.decompress(data, 31)
-    except (lzma.LZMAError, zlib.error, EOFError):
+            return zlib.decompressobj(31).decompress(data, MAX_MODULE)
+    except (lzma.LZMAError, zlib.error, EOFError, MemoryError):
         return None
     return data if data[:4] == b"\x7fELF" else None
 
@@ -87,7 +91,9 @@ def _unpack_zstd(data: bytes) -> bytes | None:
             continue
         try:
             unpacked = (
-                library.decompress(data) if name != "zstandard" else library.ZstdDecompressor().decompressobj().decompress(data)
+                library.ZstdDecompressor().decompress(data, MAX_MODULE)
+                if name != "zstandard"
+                else library.ZstdDecompressor().stream_reader(data).read(MAX_MODULE)
             )
         except (library.ZstdError, ValueError, EOFError):
             return None

@@ -7,7 +7,7 @@ ais_disabled=1 leave it True. So the gates are judged here, one by one, and the 
 from kvdoctor.facts import AisVolume, Facts, Gpu, IoFailure, KvPath
 from kvdoctor.parse.klog import errno_text
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import amd_only, apu_reason, candidates, check, rebuild_initramfs, result, skip, unknown, vf_reason
+from kvdoctor.rules.base import amd_only, apu_reason, candidates, check, quote, rebuild_initramfs, result, skip, unknown, vf_reason
 from kvdoctor.rules.driver import is_loaded, match, too_old, version
 from kvdoctor.rules.gpu import kfd_node_of
 from kvtools.units import format_size
@@ -82,7 +82,7 @@ def param(facts: Facts) -> Result:
             "warn",
             f"on now, and off after the next boot: {', '.join(conf)} sets ais_disabled=1",
             fix=fix,
-            commands=[f"sed -i '/ais_disabled/d' {where}" for where in conf if where.startswith("/")],
+            commands=[f"sed -i '/ais_disabled/d' {quote(where)}" for where in conf if where.startswith("/")],
             evidence=evidence,
         )
     return result("pass", "not switched off", evidence=evidence)

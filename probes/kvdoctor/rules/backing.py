@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Block, Facts, KvPath
 from kvdoctor.results import WORST, Result, file_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, rebuild_initramfs, result, skip, unknown
+from kvdoctor.rules.base import absent, check, direct_only, each_path, quote, rebuild_initramfs, result, skip, unknown
 from kvdoctor.rules.storage import NETWORK, NO_BLOCK, PARALLEL
 
 MAX_LVM_SLAVES, MAX_LVM_DEPTH = 16, 4
@@ -124,9 +124,9 @@ def _md(facts: Facts, path: KvPath) -> Result:
         f"{path.path} is on software RAID: {_behind(path)}",
         expected="a plain NVMe partition",
         why=why,
-        fix=f"Prove it on this host: kvdoctor --prove --path {path.path} (strict mode). "
+        fix=f"Prove it on this host: kvdoctor --prove --path {quote(path.path)} (strict mode). "
         "If that fails, use separate drives, one KV root a drive.",
-        commands=[f"kvdoctor --prove --path {path.path}"],
+        commands=[f"kvdoctor --prove --path {quote(path.path)}"],
         confidence="medium",
     )
 
@@ -234,7 +234,7 @@ def _array(facts: Facts, block: Block) -> Result:
             "warn" if doing else "fail",
             f"{block.name} lacks {missing} member{'s' * (missing > 1)}{doing}",
             fix="Replace the member and let it rebuild; expect low speed until then.",
-            commands=["cat /proc/mdstat", f"mdadm --detail /dev/{block.name}"],
+            commands=["cat /proc/mdstat", f"mdadm --detail {quote(f'/dev/{block.name}')}"],
             evidence=evidence,
         )
     if row and row.rebuilding and not row.rebuilding.startswith("check"):

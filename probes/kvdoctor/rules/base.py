@@ -8,6 +8,7 @@ belongs to what hand-made captures leave out (see `absent`).
 import functools
 import importlib
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -124,7 +125,10 @@ def absent(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Re
     return unknown(f"{what} could not be read", scope=scope, fix=fix)
 
 
-# Commands for --fix, in the words of the host's distribution
+# Commands for --fix, in the words of the host's distribution. Names that come from the host go through `quote`.
+
+quote = shlex.quote
+"""A name as one word of a shell command: mount points may hold blanks, and a tree from elsewhere may mean harm."""
 
 
 def _red_hat(facts: Facts) -> bool:
@@ -192,7 +196,8 @@ def nvidia_only(rule: Callable[[Facts], Answer]) -> Callable[[Facts], Answer | R
 def each_path(facts: Facts, rule: Callable[[Facts, KvPath], Result]) -> list[Result]:
     """One result a KV path; a single skip where there is none."""
     if not facts.paths:
-        return [skip("no KV path to judge: give one with --path")]
+        none = "no KV path to judge: give one with --path"
+        return [skip(none) if facts.partial else unknown(none)]
     found = []
     for path in facts.paths:
         answer = rule(facts, path)

@@ -5,7 +5,7 @@ import re
 from kvdoctor.facts import Engine, Facts
 from kvdoctor.parse.versions import at_least
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import check, has_amd, result, skip
+from kvdoctor.rules.base import check, has_amd, quote, result, skip
 
 FIXED_SEED_VLLM = (0, 32)
 """The vLLM wheel in which the fixed seed for sha256 block hashes was seen."""
@@ -149,7 +149,7 @@ def chunk(facts: Facts) -> Result:
                 expected="auto",
                 why="GPU-direct is worth its cost from chunks of 128 MiB on.",
                 fix="Unset it, or set auto.",
-                commands=[f"unset {name}"],
+                commands=[f"unset {quote(name)}"],
             )
     return result("pass", "auto")
 

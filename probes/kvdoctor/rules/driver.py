@@ -3,7 +3,7 @@
 from kvdoctor.facts import AmdDriver, DkmsEntry, Facts, ModuleFile
 from kvdoctor.parse.versions import at_least, version_tuple
 from kvdoctor.results import Evidence, Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, amd_only, check, install, rebuild_initramfs, result, skip, unknown
+from kvdoctor.rules.base import absent, amd_only, check, install, quote, rebuild_initramfs, result, skip, unknown
 
 MINIMUM = (6, 16, 6)
 MINIMUM_TEXT = "6.16.6 (package amdgpu-dkms 30.20.1)"
@@ -203,7 +203,9 @@ def dkms(facts: Facts) -> Result:
             f"dkms stops at a half-removed old tree {where}",
             why="A folder without its source makes every dkms command fail, so no later kernel gets the driver.",
             fix="Move that directory away and run dkms status again.",
-            commands=[f"mv {where} /root/", "dkms status amdgpu"] if where.startswith("/") else ["ls -l /var/lib/dkms/amdgpu"],
+            commands=[f"mv {quote(where)} /root/", "dkms status amdgpu"]
+            if where.startswith("/")
+            else ["ls -l /var/lib/dkms/amdgpu"],
             evidence=[command_evidence("dkms status", "Could not locate dkms.conf file")],
         )
     if driver.dkms is None:
@@ -229,7 +231,7 @@ def dkms(facts: Facts) -> Result:
                 "warn",
                 f"{_line(done[0])}",
                 fix="Rebuild and install it again.",
-                commands=[f"dkms install --force amdgpu/{done[0].version}"],
+                commands=[f"dkms install --force {quote(f'amdgpu/{done[0].version}')}"],
             )
         return result("pass", f"{done[0].version} installed for {kernel or 'a kernel'}", evidence=evidence)
     running = [entry for entry in driver.dkms if driver.version and version_tuple(entry.version) == version_tuple(driver.version)]
@@ -265,7 +267,10 @@ def _dkms_bad(facts: Facts, mine: list[DkmsEntry], evidence: list[Evidence]) -> 
         what,
         expected="installed for the running kernel",
         fix=fix,
-        commands=[install(facts, f"linux-headers-{kernel}", f"kernel-devel-{kernel}"), f"dkms autoinstall -k {kernel}"],
+        commands=[
+            install(facts, quote(f"linux-headers-{kernel}"), quote(f"kernel-devel-{kernel}")),
+            f"dkms autoinstall -k {quote(kernel)}",
+        ],
         evidence=evidence,
     )
 

@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Facts, KvPath
 from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, has_amd, result, skip, unknown
+from kvdoctor.rules.base import absent, check, direct_only, each_path, has_amd, quote, result, skip, unknown
 from kvtools.units import format_size
 
 GOOD = ("xfs", "ext4")
@@ -23,7 +23,10 @@ def exists(facts: Facts) -> list[Result]:
             return unknown(f"stat says {path.probe_error}") if path.probe_error else absent(facts, "the directory")
         if not path.exists:
             return result(
-                "fail", "no such directory", fix=f"Create it: mkdir -p {path.path}", commands=[f"install -d -m 0700 {path.path}"]
+                "fail",
+                "no such directory",
+                fix=f"Create it: mkdir -p {quote(path.path)}",
+                commands=[f"install -d -m 0700 {quote(path.path)}"],
             )
         if path.is_dir is False:
             return result("fail", "not a directory", fix="Name a directory.")
@@ -42,7 +45,7 @@ def writable(facts: Facts) -> list[Result]:
                 "fail",
                 f"{path.mount.point} is mounted read-only",
                 fix="Mount it read-write. If it turned read-only by itself, the kernel log has the I/O error.",
-                commands=[f"mount -o remount,rw {path.mount.point}"],
+                commands=[f"mount -o remount,rw {quote(path.mount.point)}"],
                 evidence=[file_evidence("/proc/self/mountinfo", ",".join(path.mount.options))],
             )
         if path.hung and path.exists:
@@ -157,7 +160,7 @@ def journal_of(facts: Facts, path: KvPath) -> Result:
         )
     if path.journal in ("writeback", "journal"):
         visible = any(option.startswith("data=") for option in path.mount.super_options)
-        device = path.mount.source
+        device, point = quote(path.mount.source), quote(path.mount.point)
         return result(
             "fail",
             f"ext4 runs data={path.journal}"
@@ -167,9 +170,9 @@ def journal_of(facts: Facts, path: KvPath) -> Result:
             fix="Unmount and mount with data=ordered (a remount is refused)."
             + ("" if visible else " The superblock's default goes with tune2fs."),
             commands=[
-                f"umount {path.mount.point}",
+                f"umount {point}",
                 *([] if visible else [f"tune2fs -o ^journal_data{'_writeback' if path.journal == 'writeback' else ''} {device}"]),
-                f"mount -o data=ordered {device} {path.mount.point}",
+                f"mount -o data=ordered {device} {point}",
             ],
             evidence=evidence,
         )
@@ -212,7 +215,7 @@ def nfs(facts: Facts) -> list[Result]:
                 "warn" if len(words) > 1 or not words[0].startswith("transfers") else "info",
                 "; ".join(words),
                 fix="Mount with hard, nconnect=16 and, where the network has it, proto=rdma.",
-                commands=[f"mount -o hard,nconnect=16,vers=4.2 {path.mount.source} {path.mount.point}"],
+                commands=[f"mount -o hard,nconnect=16,vers=4.2 {quote(path.mount.source)} {quote(path.mount.point)}"],
                 evidence=evidence,
             )
         return result("pass", f"hard, {proto}, nconnect={connections}", evidence=evidence)

@@ -1,0 +1,190 @@
+"""Trees that mean harm, or are merely broken: every file of a host replaced by something that blocks, never ends or lies."""
+
+import gzip
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdoctor import api
+from kvdoctor.collect.source import Source, open_regular
+from kvdoctor.fix import script
+from kvtools.errors import TimedOut, UsageError
+from tests.support.processes import Ran
+
+LaidOut = Callable[[str], tuple[Path, dict[str, Any]]]
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def listener(path: Path) -> None:
+    """A socket's file; bound by a short name, because a socket address holds 108 bytes."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        short = Path("/tmp") / f"kvdoctor-{os.getpid()}"
+        sock.bind(str(short))
+        shutil.move(short, path)
+
+
+def device(path: Path) -> None:
+    """/dev/zero under another name: endless, and opening a device may set it off."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:
+        path.symlink_to("/dev/zero")
+
+
+def noise(path: Path) -> None:
+    path.write_bytes(os.urandom(4096) + b"\x1b[2J\x00\n")
+
+
+def nested(path: Path) -> None:
+    path.write_bytes(b"[" * 200_000)
+
+
+BOMB = gzip.compress(bytes(16 << 20))
+
+
+def bomb(path: Path) -> None:
+    path.write_bytes(BOMB)
+
+
+KINDS = (fifo, endless, circle, folder, listener, device, noise, nested, bomb)
+
+
+def replace_all(tree: Path, make: Callable[[Path], None]) -> int:
+    files = [path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in files:
+        path.unlink()
+        make(path)
+    return len(files)
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
+def test_a_mounted_host_whose_files_are_all_alike(laid_out: LaidOut, make: Callable[[Path], None]) -> None:
+    capture, _ = laid_out("00-base-amd-good")
+    assert replace_all(capture / "root", make) > 40
+    started = time.monotonic()
+    facts = api.collect_host(capture / "root", ["/nvme/kvd-long"], deadline_s=2.0)
+    report = api.judge(facts)
+    assert time.monotonic() - started < 3.5
+    assert report.verdict != "ready"
+    assert "\x1b" not in json.dumps(report.to_json())
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda kind: kind.__name__)
+def test_a_capture_whose_answers_are_all_alike(
+    doctor: Callable[..., Ran], laid_out: LaidOut, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(api, "CAPTURE_DEADLINE_S", 2.0)
+    capture, _ = laid_out("00-base-amd-good")
+    for name in ("paths", "processes", "shm", "scripts", "segments", "devices", "statx", "log"):
+        (capture / "cmd" / f"{name}.json").touch()
+    replace_all(capture / "cmd", make)
+    ran = doctor("--from", capture)
+    assert ran.rc in (0, 1, 7)
+    assert ran.stderr == ""
+    assert "\x1b" not in ran.stdout
+    (capture / "case.json").unlink()
+    make(capture / "case.json")
+    ran = doctor("--from", capture)
+    assert ran.rc == 2
+    assert ran.stderr.startswith(f"kvdoctor: error: {capture / 'case.json'}: ")
+
+
+def test_a_look_that_does_not_come_back_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that never answers, as on a dead mount: here a read that waits for the end of the test."""
+    end = threading.Event()
+    real = Source.read_bytes
+
+    def stuck(self: Source, path: str, limit: int = 4096) -> bytes | None:
+        if path == "/etc/os-release":
+            self.host_path(path)
+            end.wait()
+        return real(self, path, limit)
+
+    monkeypatch.setattr(Source, "read_bytes", stuck)
+    started = time.monotonic()
+    try:
+        with pytest.raises(TimedOut) as caught:
+            api.collect_host(tmp_path, [str(tmp_path)], deadline_s=0.2)
+    finally:
+        end.set()
+    assert time.monotonic() - started < 5
+    assert caught.value.message == f"the look does not come back from {tmp_path}/etc/os-release within 0.2 s"
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("text")
+    with open_regular(tmp_path / "text") as file:
+        assert file.read() == b"text"
+    for make in (fifo, listener, device):
+        make(tmp_path / make.__name__)
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(tmp_path / make.__name__)
+
+
+@pytest.mark.parametrize("path", ["", " ", "\t"])
+def test_an_empty_path_is_a_slip_of_the_shell(path: str) -> None:
+    with pytest.raises(UsageError, match="--path is empty"):
+        api.collect_host(paths=[path], run_tools=False)
+
+
+def test_a_current_directory_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    enter = f'cd {gone} && rmdir {gone} && exec "$@"'
+
+    def run(shell: str, *words: str | Path) -> Ran:
+        command = ["/bin/sh", "-c", shell, "sh", sys.executable, "-m", "kvdoctor", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    named = run(enter, "--json", "--path", tmp_path)
+    assert [item["status"] for item in named.json()["results"] if item["id"] == "storage.exists"] == ["pass"]
+    gone.mkdir()
+    relative = run(enter, "--path", "here")
+    assert relative.rc == 2
+    assert relative.stderr.splitlines()[-2] == "kvdoctor: error: --path here: the current directory is gone"
+    gone.mkdir()
+    facts_of_none = run(enter, "--root", "/", "--json", "--only", "storage.exists").json()
+    assert {item["status"] for item in facts_of_none["results"]} <= {"unknown", "pass"}, "a running kvd may name one"
+
+
+def test_names_in_a_printed_script_are_words_of_the_shell(laid_out: LaidOut, tmp_path: Path) -> None:
+    """The mount point is the host's to choose: what --fix prints must stay one harmless word of it."""
+    capture, _ = laid_out("21-ext4-writeback-hidden")
+    evil = "/mnt/a b;touch ${OWNED}#"
+    facts = api.collect_capture(capture)
+    assert facts.paths[0].mount is not None
+    facts.paths[0].mount.point = evil
+    lines = [line for line in script(api.judge(facts)) if "umount" in line]
+    assert lines == [f"umount '{evil}'"]
+    facts.paths[0].mount.point = "/mnt/a\nreboot"
+    lines = list(script(api.judge(facts)))
+    assert "reboot'" not in "".join(line for line in lines if not line.startswith("#"))
+    assert any(line.startswith("# umount '/mnt/a\\nreboot'") for line in lines)
