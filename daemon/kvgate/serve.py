@@ -1,7 +1,7 @@
 """The life of `kvgate serve`: what starts in which order, what a signal does, what stops in which order.
 
 Start: configuration -> listener bound -> traffic monitor -> router with its sleep machines -> engines, in order -> idle
-watch, stats segment -> requests are accepted.
+watch, stats segment -> requests are accepted. kvdoctor looks at the host meanwhile; its warnings are logged.
 Stop (SIGTERM, SIGINT): not ready -> no new connections -> requests in flight finish, up to the deadline (10 s) -> idle
 watch -> engines (SIGTERM, up to the deadline again, then their whole group) -> health watches and queues -> segments ->
 client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from kvgate import config as configuration
+from kvgate import preflight
 from kvgate.config import GateConfig
 from kvgate.engines import Supervisor
 from kvgate.errors import ConfigError
@@ -168,6 +169,7 @@ async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = F
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGHUP, reload)
     gate.start()
+    preflight.start()
     host, port = sock.getsockname()[:2]
     log.info("serving %d models on %s", len(config.models), f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     try:

@@ -106,9 +106,9 @@ class GateProcess:
 
 
 @contextlib.contextmanager
-def gate(folder: Path, **top: Any) -> Iterator[GateProcess]:
-    """Serve a configuration made of `top` for the duration of the block."""
-    process = GateProcess(write(folder, **top))
+def gate(folder: Path, *, environ: dict[str, str] | None = None, **top: Any) -> Iterator[GateProcess]:
+    """Serve a configuration made of `top` for the duration of the block, with `environ` added to the environment."""
+    process = GateProcess(write(folder, **top), env=environ)
     try:
         yield process
     finally:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kvdoctor import api
+from kvgate import preflight
+from kvtools.errors import TimedOut
 from tests.kvgate.process import GateProcess, gate, instance, write
 from tests.support.processes import run_cli, run_python
 
@@ -44,6 +47,28 @@ def test_models_sleep_wake_and_traffic(running: GateProcess) -> None:
     assert traffic.stdout.splitlines()[1].split()[:4] == ["one", "1", "1", "0"]
     body = run_cli("kvgate", "traffic", "--json", env={"KVGATE_URL": running.url}).json()
     assert (body["schema"], body["window_seconds"], body["models"][0]["total_requests"]) == ("kvgate.traffic/1", 60, 1)
+
+
+def test_a_start_shows_what_kvdoctor_warns_of_and_refuses_nothing(tmp_path: Path) -> None:
+    missing = tmp_path / "not-there"
+    with gate(tmp_path, instances=[instance("one", tmp_path)], environ={"KVD_LONG_PATH": str(missing)}) as process:
+        process.until(lambda: "the gate serves all the same" in "".join(process.log))
+        told = "".join(process.log)
+        assert "WARNING kvgate.preflight: this host: fail: no such directory (storage.exists)" in told
+        assert "Traceback" not in told
+        process.until(lambda: process.state("one") == "awake")
+        assert process.ask("/v1/completions", {"model": "one"})[0] == 200
+
+
+def test_a_look_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TimedOut("the look does not come back from /opt/rocm within 20 s")
+
+    monkeypatch.setattr(api, "collect_host", fail)
+    preflight.start().join()
+    assert [record.getMessage() for record in caplog.records] == [
+        "kvdoctor could not look at this host: the look does not come back from /opt/rocm within 20 s"
+    ]
 
 
 @pytest.mark.parametrize(
