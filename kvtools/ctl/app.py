@@ -43,7 +43,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Answer every quest
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the engine has applied the limit, or say why it has not.")]
 TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="DURATION", help="With --wait: how long to wait.")]
-IntervalOption = Annotated[str, typer.Option("--interval", "-n", metavar="DURATION", help="Time between two looks.")]
+IntervalOption = Annotated[str, typer.Option("--interval", "-i", metavar="DURATION", help="Time between two looks.")]
 CountOption = Annotated[int | None, typer.Option("--count", min=1, help="End after so many looks.")]
 
 

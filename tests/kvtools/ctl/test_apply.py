@@ -110,7 +110,7 @@ def test_json_is_yaml(tmp_path: Path) -> None:
 @pytest.mark.real("segments")
 def test_a_plan_kept_in_force_follows_engines_that_come_and_go(shm: Path, plan: Callable[[str], Path], tmp_path: Path) -> None:
     file = plan("budget: 1G\nsegments:\n  'm*': {}\n")
-    words = [SCRIPTS / "kvctl", "--shm", shm, "apply", file, "--watch", "-n", "50ms", "--yes"]
+    words = [SCRIPTS / "kvctl", "--shm", shm, "apply", file, "--watch", "-i", "50ms", "--yes"]
     keeper = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = start_engine(shm, "m1", ANSWERING, used=900 * MiB)
     second = start_engine(shm, "m2", ANSWERING)
@@ -170,8 +170,8 @@ def test_what_cannot_be_met_now_is_said_once_and_ends_nothing(shm: Path, capsys:
 def test_a_watch_of_fixed_rounds_ends_and_speaks_json(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
     pool.create_pool("x", GiB, root=shm)
     began = time.monotonic()
-    ran = kvctl("apply", plan("segments: {x: {limit: 2G}, y: {limit: 2G}}"), "--watch", "--count", "2", "-n", "50ms", "--json")
+    ran = kvctl("apply", plan("segments: {x: {limit: 2G}, y: {limit: 2G}}"), "--watch", "--count", "2", "-i", "50ms", "--json")
     assert (ran.rc, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["segments"][0]["new_limit_bytes"] == 2 * GiB
     assert time.monotonic() - began < 5
-    assert kvctl("apply", plan("segments: {x: {limit: 2G}}"), "--watch", "-n", "1ms").rc == 2
+    assert kvctl("apply", plan("segments: {x: {limit: 2G}}"), "--watch", "-i", "1ms").rc == 2

@@ -24,7 +24,7 @@ Kvctl = Callable[..., Ran]
 
 def test_rounds_into_a_pipe_are_stamped_tables(kvctl: Kvctl, shm: Path) -> None:
     pool.create_pool("x", 8 * GiB, used_bytes=GiB, root=shm)
-    ran = kvctl("watch", "--count", "2", "-n", "50ms")
+    ran = kvctl("watch", "--count", "2", "-i", "50ms")
     assert (ran.rc, ran.stderr, "\033" in ran.stdout) == (0, "", False)
     assert len(re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  1 segment in ", ran.stdout, re.MULTILINE)) == 2
 
@@ -45,7 +45,7 @@ def test_changes_of_use_are_shown(shm: Path, capsys: pytest.CaptureFixture[str])
 
 def test_json_lines(kvctl: Kvctl, shm: Path) -> None:
     pool.create_pool("x", 8 * GiB, root=shm)
-    lines = kvctl("watch", "--count", "3", "-n", "50ms", "--json").stdout.splitlines()
+    lines = kvctl("watch", "--count", "3", "-i", "50ms", "--json").stdout.splitlines()
     bodies = [json.loads(line) for line in lines]
     assert [body["schema"] for body in bodies] == ["kvctl.watch/1"] * 3
     assert bodies[0]["at_ns"] < bodies[1]["at_ns"] < bodies[2]["at_ns"]
@@ -54,7 +54,7 @@ def test_json_lines(kvctl: Kvctl, shm: Path) -> None:
 
 @pytest.mark.parametrize("interval", ["0", "1ms", "2d", "x", "-1"])
 def test_intervals_out_of_range(kvctl: Kvctl, interval: str) -> None:
-    assert kvctl("watch", "-n", interval).rc == 2
+    assert kvctl("watch", "-i", interval).rc == 2
 
 
 def test_a_segment_that_goes_away_does_not_end_the_watch(shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def watch_at_terminal(shm: Path, rows: int, columns: int) -> tuple[int, str]:
     pid, fd = pty.fork()
     if pid == 0:
         time.sleep(0.05)  # until the parent has set the size
-        os.execv(SCRIPTS / "kvctl", ["kvctl", "--shm", str(shm), "watch", "-n", "50ms"])
+        os.execv(SCRIPTS / "kvctl", ["kvctl", "--shm", str(shm), "watch", "-i", "50ms"])
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     shown, ended = b"", False
     while True:
@@ -113,7 +113,7 @@ def test_in_place_on_a_terminal_of_any_size(shm: Path, rows: int, columns: int) 
 
 def test_a_reader_that_goes_away_ends_it(shm: Path) -> None:
     pool.create_pool("x", 8 * GiB, root=shm)
-    words = [SCRIPTS / "kvctl", "--shm", shm, "watch", "-n", "50ms"]
+    words = [SCRIPTS / "kvctl", "--shm", shm, "watch", "-i", "50ms"]
     watch = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert watch.stdout is not None
     assert watch.stderr is not None
