@@ -75,7 +75,7 @@ def test_no_line_reaches_a_system_shell(feed: Callable[..., tuple[str, str]], tm
 
 def test_errors_end_nothing_and_are_the_commands_own(feed: Callable[..., tuple[str, str]], shm: Path) -> None:
     pool.create_pool("VLLM", 8 * GiB, root=shm)
-    out, err = feed("lst", "show VLM", "limit VLLM 4X", "'open", "^C", "watch -n 1ms", "list VLLM")
+    out, err = feed("lst", "show VLM", "limit VLLM 4X", "'open", "^C", "watch -i 1ms", "list VLLM")
     assert "no such command 'lst'\nhint: did you mean list?\n(status 2)" in err
     assert "no segment named VLM\nhint: did you mean VLLM?\n(status 3)" in err
     assert "not a size: '4X'" in err
@@ -157,14 +157,14 @@ def test_on_a_terminal_with_completion_and_history(shm: Path, tmp_path: Path) ->
         ("kvctl> ", "limit VLL\t4G\n"),
         (r"8 GiB -> 4 GiB", ""),
         ("kvctl> ", "\x03"),
-        ("kvctl> ", "watch -n 50ms\n"),
+        ("kvctl> ", "watch -i 50ms\n"),
         ("segment in", "\x03"),
         ("kvctl> ", "\x04"),
     )
     assert code == 0, shown
     assert pool.read_pool("VLLM_MODEL_1", root=shm).limit_bytes == 4 * GiB
     history = tmp_path / "kvtools" / "kvctl_history"
-    assert history.read_text().splitlines()[-2:] == ["limit VLLM_MODEL_1 4G", "watch -n 50ms"]
+    assert history.read_text().splitlines()[-2:] == ["limit VLLM_MODEL_1 4G", "watch -i 50ms"]
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     code, shown = talk(shm, tmp_path, ("kvctl> ", "\x10\x10\n"), ("unchanged", "exit\n"))
     assert code == 0, shown
