@@ -4,18 +4,21 @@ Purpose: a percentage of *the engine's* GPU, and the GPU bars of kvtop. Contract
 torch; a host without GPUs, or without the libraries to ask them, gives an empty list and never an error.
 
 Data flow: AMD's numbers come from sysfs (`mem_info_vram_total` and `_used` of amdgpu, always there with the driver);
-NVIDIA's from NVML when the `nvidia-ml-py` package and the driver's library are installed, else names and UUIDs only, from
-/proc/driver/nvidia. `root` stands for the root of the file system, so a captured host can be read; NVML speaks for the
-running host alone and is asked only when `root` is "/".
+NVIDIA's from NVML when the `nvidia-ml-py` package and the driver's library are installed (with load, heat and power), else
+names and UUIDs only, from /proc/driver/nvidia. `root` stands for the root of the file system, so a captured host can be
+read; NVML speaks for the running host alone and is asked only when `root` is "/".
 
 Failure: a file that is missing or does not parse leaves its field 0 or empty. Concurrency: no state.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 AMD, NVIDIA = "0x1002", "0x10de"
+NVIDIA_CONTROL = Path("/dev/nvidiactl")
+"""There with the driver: without it NVML's library is not even looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,10 @@ class Device:
     pci: str
     total_bytes: int
     used_bytes: int
+    busy_percent: float = -1.0
+    """-1 where nobody says it, as the two below."""
+    temperature_c: float = -1.0
+    power_w: float = -1.0
 
     @property
     def free_bytes(self) -> int:
@@ -89,8 +96,8 @@ def _nvidia(root: Path) -> list[Device]:
 
 def _nvml() -> list[Device]:
     """By NVML, a library of the driver: no context is made. Empty without the package, the library or a GPU."""
-    if not Path("/dev/nvidiactl").exists():
-        return []  # no driver: do not look for a library that cannot work
+    if not NVIDIA_CONTROL.exists():
+        return []
     try:
         import pynvml
     except ImportError:
@@ -109,14 +116,31 @@ def _nvml() -> list[Device]:
 
 def _nvml_device(nvml: Any, i: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(i)
+
+    def number(ask: Callable[[], float]) -> float:
+        try:
+            return float(ask())
+        except nvml.NVMLError:
+            return -1.0  # a GPU in MIG mode, one that shares the host's memory, or a board without that sensor
+
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, used = int(memory.total), int(memory.used)
     except nvml.NVMLError:
-        total, used = 0, 0  # a GPU in MIG mode without permission, or one that shares the host's memory
+        total, used = 0, 0
     texts = [nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetPciInfo(handle).busId]
     name, uuid, pci = (text.decode() if isinstance(text, bytes) else str(text) for text in texts)
-    return Device(i, "nvidia", name, uuid, pci.lower(), total, used)
+    busy = number(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    heat = number(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+    milliwatts = number(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+    power = milliwatts / 1000 if milliwatts >= 0 else -1.0
+    return Device(i, "nvidia", name, uuid, _as_sysfs(pci), total, used, busy, heat, power)
+
+
+def _as_sysfs(pci: str) -> str:
+    """NVML's address (00000000:65:00.0) as sysfs writes it (0000:65:00.0)."""
+    domain, _, rest = pci.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest and len(domain) == 8 and domain.startswith("0000") else pci.lower()
 
 
 def _text(path: Path) -> str:

@@ -1,10 +1,15 @@
-"""GPUs from a made-up sysfs and procfs; on this machine, whatever there is, without an error."""
+"""GPUs from a made-up sysfs and procfs, from NVML over a stand-in of the driver's library, and whatever this machine has."""
 
+import json
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtools.devices import Device, find_devices, match_uuid
+from tests.support.processes import run_python
 
 GiB = 1 << 30
 
@@ -61,3 +66,51 @@ def test_uuids_as_engines_write_them(uuid: str, index: int | None) -> None:
     devices = [Device(0, "nvidia", "", "GPU-aaaa-1", "", 0, 0), Device(1, "nvidia", "", "GPU-aabb-2", "", 0, 0)]
     found = match_uuid(devices, uuid)
     assert (found.index if found else None) == index
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libnvidia-ml.so.1 that answers as the driver's would (nvml_standin.c)."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler: apt-get install gcc")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = Path(__file__).with_name("nvml_standin.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-o", str(folder / "libnvidia-ml.so.1"), str(source)], check=True)
+    return folder
+
+
+def ask_nvml(folder: Path, **environment: str) -> list[Any]:
+    """What find_devices and kvtop's GPUs say in a process that finds the stand-in where the driver's library would be."""
+    code = (
+        "import json; from dataclasses import asdict; from pathlib import Path; import msgspec\n"
+        "from kvtools import devices; from kvtop.gpus import Gpus\n"
+        "devices.NVIDIA_CONTROL = Path('/dev/null')\n"
+        "found = devices.find_devices()\n"
+        "print(json.dumps([[asdict(one) for one in found], msgspec.to_builtins(Gpus()())]))"
+    )
+    ran = run_python(code, env={"LD_LIBRARY_PATH": str(folder), **environment})
+    assert (ran.rc, ran.stderr) == (0, "")
+    return list(json.loads(ran.stdout))
+
+
+def test_nvidia_by_nvml(nvml: Path) -> None:
+    found, shown = ask_nvml(nvml)
+    assert found[0] == {
+        "index": 0, "vendor": "nvidia", "name": "NVIDIA H200", "uuid": "GPU-00000000-1111-2222-3333-444444444444",
+        "pci": "0000:65:00.0", "total_bytes": 141 * GiB, "used_bytes": 37 * GiB,
+        "busy_percent": 63.0, "temperature_c": 54.0, "power_w": 412.5,
+    }  # fmt: skip
+    assert (shown[0]["busy_percent"], shown[0]["temperature_c"], shown[0]["power_w"]) == (63.0, 54.0, 412.5)
+
+
+def test_what_nvml_refuses_is_unknown(nvml: Path) -> None:
+    found, shown = ask_nvml(nvml)
+    board = found[1]
+    assert (board["total_bytes"], board["busy_percent"], board["temperature_c"], board["power_w"]) == (0, -1.0, 54.0, -1.0)
+    assert (shown[1]["total_bytes"], shown[1]["used_bytes"], shown[1]["busy_percent"]) == (-1, -1, -1.0)
+
+
+@pytest.mark.parametrize("call", ["init", "count"])
+def test_a_driver_that_does_not_fit_its_library_is_no_error(nvml: Path, call: str) -> None:
+    assert ask_nvml(nvml, NVML_STANDIN_FAIL=call) == [[], []]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvtools.segments import owner, pool
@@ -16,6 +17,7 @@ from kvtop.procs import Processes
 from kvtop.snapshot import Gpu, Snapshot
 from kvtop.source import SILENT_AFTER_S, Source
 from tests.kvtop.scenes import GIB, MIB
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.real("segments")
 
@@ -191,8 +193,10 @@ def test_processes_are_told_with_what_they_hold() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
+        before = psutil.Process(child.pid)
+        begun = before.cpu_times().user
         processes.read([(child.pid, "seg", 0)])
-        time.sleep(0.3)
+        wait_until(lambda: before.cpu_times().user >= begun + 0.2, what="a fifth of a second of CPU, however busy this machine is")
         clock[0] += 0.3
         (found,) = processes.read([(child.pid, "seg", 0), (child.pid, "kvd abc", 0)])
         assert found.holds == ("seg", "kvd abc")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kvtools.errors import UsageError
 from kvtools.units import format_size
+from kvtop.connectors import connectors_of, values_of
 from kvtop.daemon import Daemon
 from kvtop.history import History
 from kvtop.query import TESTS, number_of
@@ -72,6 +73,7 @@ DEFAULTS: tuple[Rule, ...] = (
     Rule("quarantine.share", ">", 25.0),
     Rule("rejections_total", ">", 0.0, WARN, rate=True),
     Rule("direct_fallback_total", ">", 0.0, WARN, rate=True),
+    Rule("load_failures_total", ">", 0.0, WARN, rate=True),
 )
 
 
@@ -133,6 +135,12 @@ def _facts(snapshot: Snapshot, daemons: Sequence[Daemon], history: History) -> I
             yield Alert(CRIT if stats.kind == "kvd" else WARN, stats.name, "its writer is gone")
         elif stats.state == STALE:
             yield Alert(WARN, stats.name, "no stable reading: its writer is busy or died inside an update")
+    for stats in connectors_of(snapshot).fresh:
+        values = values_of(stats)
+        if values.get("daemon_up") == 0:
+            yield Alert(WARN, stats.name, "its daemon is not there: the engine serves on, cold")
+        if broken := values.get("errors_total"):
+            yield Alert(WARN, stats.name, f"{broken:,.0f} errors inside the connector, each with a traceback in the engine's log")
     for daemon in daemons:
         if daemon.stats.state == GONE:
             continue

@@ -10,6 +10,9 @@ from kvtop.model import Model
 from kvtop.snapshot import Snapshot
 from kvtop.text import Line, Span, clip_text, fit, safe, span, spread, width_of
 
+SHORT = {"segments": "Segs", "processes": "Procs"}
+"""Titles that let all tabs into 80 columns."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -105,10 +108,11 @@ def census(snapshot: Snapshot, model: Model) -> str:
 
 
 def _tabs(state: State, width: int, model: Model) -> Line:
-    """The tabs: in full, else shortened around the open one, else the open one alone."""
-    full = _tab_spans(state, {view: title for view, title, _ in VIEWS})
-    if width_of(full) <= width:
-        return fit(full, width)
+    """The tabs: in full, else in short words, else numbers around the open one, else the open one alone."""
+    for title_of in ({view: title for view, title, _ in VIEWS}, {view: SHORT.get(view, title) for view, title, _ in VIEWS}):
+        full = _tab_spans(state, title_of)
+        if width_of(full) <= width:
+            return fit(full, width)
     short = _tab_spans(state, {view: (title if view == state.view else "") for view, title, _ in VIEWS})
     if width_of(short) <= width:
         return fit(short, width)

@@ -6,6 +6,7 @@ Pure functions over snapshots.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -141,6 +142,12 @@ def histograms(stats: Stats) -> dict[str, list[dict[str, str]]]:
         if labels not in sets:
             sets.append(labels)
     return found
+
+
+def state_word(text: str, value: float) -> str:
+    """The word for a numbered state, from a description that lists them: 'What it is: 0 awake, 1 asleep'."""
+    words: dict[str, str] = dict(re.findall(r"\b(\d+) ([a-z_-]+)", text))
+    return words.get(f"{value:.0f}", f"{value:.0f}")
 
 
 def _edge(text: str) -> float | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtools.units import format_size
-from kvtop.daemon import daemon_of
+from kvtop.connectors import values_of
+from kvtop.daemon import daemon_of, state_word
 from kvtop.snapshot import DEAD, FRESH, GONE, LIVE, SILENT, Segment, Snapshot, Stats
 
 KEPT = 1000
@@ -73,6 +74,10 @@ def _writers(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]
         yield from _state(was, stats)
         if stats.kind == "kvd":
             yield from _daemon(was, stats)
+        elif stats.kind == "connector":
+            yield from _connector(was, stats)
+        elif stats.kind == "gate":
+            yield from _gate(was, stats)
     for name in old.keys() - new.keys():
         yield (INFO if old[name].state == GONE else WARN), name, "gone"
 
@@ -106,6 +111,44 @@ def _daemon(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
         found = tier.get("tier_corruptions_total") - before.get("tier_corruptions_total")
         if found > 0 and was.pid == now.pid:
             yield CRIT, f"{new.name} tier {tier.name}", f"{found:,.0f} corrupt values found on it"
+
+
+_CONNECTOR_FAULTS = (
+    ("load_failures_total", "loads failed and were recomputed"),
+    ("errors_total", "errors inside the connector"),
+)
+
+
+def _connector(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
+    old, new = values_of(was), values_of(now)
+    if old.get("daemon_up") and new.get("daemon_up") == 0:
+        yield WARN, now.name, "lost its daemon: the engine serves on, cold"
+    elif old.get("daemon_up") == 0 and new.get("daemon_up"):
+        yield INFO, now.name, "has its daemon again"
+    for name, text in (
+        ("load_failures_total", "loads failed and were recomputed"),
+        ("errors_total", "errors inside the connector"),
+    ):
+        grown = new.get(name, 0.0) - old.get(name, 0.0)
+        if grown > 0 and was.pid == now.pid:
+            yield WARN, now.name, f"{grown:,.0f} {text}"
+
+
+def _gate(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
+    """A model behind kvgate that went to sleep, woke or failed."""
+    before, after = _states(was), _states(now)
+    for name, word in after.items():
+        if name in before and before[name] != word:
+            yield (WARN if word == "failed" else INFO), f"model {name}", f"{before[name]} -> {word}"
+
+
+def _states(stats: Stats) -> dict[str, str]:
+    states = [
+        (dict(series.labels), series.help, value)
+        for series, value in zip(stats.schema, stats.values, strict=False)
+        if series.name == "state"
+    ]
+    return {labels["model"]: state_word(text, value) for labels, text, value in states if "model" in labels}
 
 
 def _sources(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:

@@ -47,11 +47,15 @@ class Gpus:
             uuid=device.uuid,
             total_bytes=device.total_bytes if known else -1,
             used_bytes=device.used_bytes if known else -1,
-            busy_percent=_number(folder / "gpu_busy_percent"),
-            temperature_c=_hwmon(folder, "temp1_input", 1000.0),
-            power_w=_hwmon(folder, "power1_average", 1e6),
+            busy_percent=_known(device.busy_percent, lambda: _number(folder / "gpu_busy_percent")),
+            temperature_c=_known(device.temperature_c, lambda: _hwmon(folder, "temp1_input", 1000.0)),
+            power_w=_known(device.power_w, lambda: _hwmon(folder, "power1_average", 1e6)),
             source=device.vendor,
         )
+
+
+def _known(value: float, otherwise: Callable[[], float]) -> float:
+    return value if value >= 0 else otherwise()
 
 
 def _number(path: Path) -> float:

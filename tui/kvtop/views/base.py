@@ -72,19 +72,24 @@ class Share:
     pane: int
 
 
+SMALL_PANE = 5
+
+
 def share_height(height: int, above: int, pane: int, rows: int, *, spare: bool = False) -> Share:
     """Divide `height`: the table gets its header and up to three rows first, then what is above, then the pane, then all.
 
-    Rows that the table cannot use make the pane larger, up to twice what it asked for.
+    Rows that the table cannot use make the pane larger, up to twice what it asked for, and give a small one (`SMALL_PANE` rows at
+    least) where what it asked for does not fit.
     """
     height = max(0, height)
     least = min(height, 1 + min(max(rows, 1), 3))
     up = min(above, max(0, height - least))
     rest = height - up
     needed = max(least, rows + 1 if spare else min(rows + 1, 8))
-    low = min(2 * pane, rest - max(needed, rows + 2)) if pane else 0
+    left = rest - max(needed, rows + 2)
+    low = min(2 * pane, left) if pane else 0
     if low < pane:
-        low = pane if pane and rest - pane >= needed else 0
+        low = pane if rest - pane >= needed else left if left >= SMALL_PANE else 0
     return Share(up, rest - low, low)
 
 

@@ -4,12 +4,12 @@ A model is named by its segments' owner files, by kvgate's numbers (label `model
 any published value with the label `namespace`. A name that several sources know is one row.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtools.units import format_size
 from kvtop.columns import Column, Order, Row, rows_of
+from kvtop.daemon import state_word
 from kvtop.model import Model
 from kvtop.snapshot import Snapshot, Stats
 from kvtop.text import Line, Span, bar, cell, pairs, safe, span
@@ -99,12 +99,6 @@ def _engines(snapshot: Snapshot, use: object) -> None:
             one.hit_ratio = engine.prefix_hits / engine.prefix_queries
 
 
-def state_word(text: str, value: float) -> str:
-    """The word for a numbered state, from a description that lists them: 'What it is: 0 awake, 1 asleep'."""
-    words: dict[str, str] = dict(re.findall(r"\b(\d+) ([a-z_-]+)", text))
-    return words.get(f"{value:.0f}", f"{value:.0f}")
-
-
 def _name(use: Use, width: int, model: Model) -> Line:
     return span(safe(use.name), "bold")
 
@@ -180,7 +174,7 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
         for name in names[begin : begin + columns]:
             value = use.values[name]
             shown = format_size(value) if "bytes" in name else f"{value:,.6g}"
-            line += [Span(cell(name, 28), "dim"), Span(cell(shown, each - 28))]
+            line += [Span(cell(name, 27) + " ", "dim"), Span(cell(shown, each - 28))]
         lines.append(tuple(line))
     return Detail(safe(use.name), use.kind, lines)
 

@@ -5,10 +5,11 @@ given by dropping from the bottom: alerts stay longest, then the daemons' number
 """
 
 from kvtools.units import format_rate, format_size
+from kvtop.connectors import KIND, connectors_of
 from kvtop.daemon import Daemon, Tier
 from kvtop.model import Model
 from kvtop.snapshot import FRESH, GONE, Engine, Gpu, Snapshot
-from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark
+from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark, width_of
 from kvtop.views.base import count, level_mark, load_style, per_second, percent, ratio
 from kvtop.views.segments import segment_view, totals
 
@@ -32,9 +33,12 @@ def above(model: Model, width: int, height: int) -> list[Line]:
     widths[-1] = width - sum(widths[:-1]) - (columns - 1)
     memory, daemons = _memory(model, snapshot, widths[0] - 4), _daemons(model, widths[-1])
     if columns == 2:
-        tall = min(room, max(len(memory) + 2, *(len(lines) + 2 for _, lines, _ in daemons)))
-        left = box("memory", memory, widths[0], model.glyphs, height=tall)
         title, lines, note = _join(daemons, widths[-1] - 4)
+        tall = min(room, max(len(memory), len(lines)) + 2)
+        if len(daemons) > 1:
+            # Many daemons leave room for the pane; one alone is shown whole.
+            tall = max(min(tall, 2 * height // 3), min(room, max(len(memory), *(len(each) for _, each, _ in daemons)) + 2))
+        left = box("memory", memory, widths[0], model.glyphs, height=tall)
         return alerts + beside([left, box(title, lines, widths[1], model.glyphs, note=note, height=tall)], widths)
     return (alerts + _stacked(model, memory, daemons, width, room))[:height]
 
@@ -59,7 +63,7 @@ def _alerts(model: Model, width: int, most: int) -> list[Line]:
         )
     rest = len(model.alerts) - most
     if rest > 0 and out:
-        more = f"  +{rest} more (kvtop --once --check)"
+        more = f"  +{rest} more (kvtop --once --check)" if width >= 76 else f"  +{rest} more"
         out[-1] = (*fit(out[-1], max(0, width - len(more))), Span(more[:width], "dim"))
     return out
 
@@ -69,6 +73,8 @@ def _brief(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
     used, prealloc, limit = totals(snapshot.segments)
     lines = []
     for daemon in model.daemons:
+        if daemon.stats.state == GONE:
+            continue  # an alert says so
         lines.append(
             pairs([
                 ("arena", span(percent(_share(daemon.get("arena_bytes_used"), daemon.get("arena_bytes_limit"))))),
@@ -102,7 +108,8 @@ def _memory(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
         text = f"{format_size(taken)} / {format_size(snapshot.shm_total_bytes)}"
         lines.append(_meter("shm", [(taken, "used")], snapshot.shm_total_bytes, text, width, model))
     lines += [_engine(model, engine) for engine in snapshot.engines]
-    others = [stats for stats in snapshot.stats if stats.kind != "kvd"]
+    lines += _connectors(model, snapshot, width)
+    others = [stats for stats in snapshot.stats if stats.kind not in ("kvd", KIND)]
     if others:
         kinds = sorted({stats.kind for stats in others})
         words: list[tuple[str, Line]] = []
@@ -114,6 +121,27 @@ def _memory(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
     return lines
 
 
+def _connectors(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
+    """What engines load and save through their connectors, and whether they have their daemon."""
+    found = connectors_of(snapshot)
+    if not found.all:
+        return []
+    up, all_ = len(found.fresh), len(found.all)
+    words: list[tuple[str, Line]] = [("", span(f"{up} of {all_} up", "" if up == all_ else "warn"))]
+    if found.away:
+        words.append(("", span(f"{model.glyphs.warn} {len(found.away)} without its daemon", "warn")))
+    tokens = found.rate(model.history, "hit_tokens_total")
+    words.append(("hit", span("-" if tokens is None else f"{count(tokens)} tok/s")))
+    for label, name in (("load", "load_bytes_total"), ("save", "save_bytes_total")):
+        rate = found.rate(model.history, name)
+        words.append((label, span("-" if rate is None else format_rate(rate))))
+    if failed := found.total("load_failures_total") + found.total("save_failures_total"):
+        words.append(("failed", span(count(failed), "warn")))
+    while len(words) > 1 and _LABEL + sum(len(label) + width_of(line) + 3 for label, line in words) > width:
+        words.pop(-1 if not failed else -2)
+    return [(Span(f"{'engines':{_LABEL}}", "dim"), *pairs(words))]
+
+
 def _gpu(model: Model, gpu: Gpu, width: int) -> Line:
     label = f"gpu{gpu.index}"
     if gpu.total_bytes <= 0 or gpu.used_bytes < 0:
@@ -121,6 +149,10 @@ def _gpu(model: Model, gpu: Gpu, width: int) -> Line:
     text = f"{format_size(gpu.used_bytes)} / {format_size(gpu.total_bytes)}"
     if gpu.busy_percent >= 0 and width > 60:
         text += f"  busy {gpu.busy_percent:3.0f} %"
+    if gpu.temperature_c >= 0 and width > 70:
+        text += f"  {gpu.temperature_c:3.0f} C"
+    if gpu.power_w >= 0 and width > 78:
+        text += f"  {gpu.power_w:4.0f} W"
     return _meter(label, [(gpu.used_bytes, "used")], gpu.total_bytes, text, width, model)
 
 
@@ -167,14 +199,16 @@ def _daemons(model: Model, width: int) -> list[tuple[str, list[Line], str]]:
 
 
 def _join(daemons: list[tuple[str, list[Line], str]], width: int) -> tuple[str, list[Line], str]:
-    """Several daemons in one box: for each its name, arena and hits, and one line a tier."""
+    """Several daemons in one box: for each its name, arena and hits, and one line a tier; those that are gone share a line."""
     if len(daemons) == 1:
         return daemons[0]
     lines: list[Line] = []
+    gone = [title for title, _, note in daemons if note == GONE]
     for title, body, note in daemons:
-        lines.append((Span(title, "title"), Span("  " + note, "dim")))
         if note != GONE:
-            lines += [*body[:2], *body[4:]]
+            lines += [(Span(title, "title"), Span("  " + note, "dim")), *body[:2], *body[4:]]
+    if gone:
+        lines.append((Span(f"{GONE:{_LABEL}}", "dim"), Span(safe(", ".join(gone)))))
     return f"{len(daemons)} daemons", lines, ""
 
 

@@ -8,7 +8,7 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.daemon import Daemon, Tier, histograms, quantiles
 from kvtop.model import Model
 from kvtop.query import Value
-from kvtop.text import Line, Span, bar, cell, fit, graph, pairs, safe, span, spark
+from kvtop.text import Line, Span, bar, cell, clip_text, fit, graph, pairs, safe, span, spark
 from kvtop.views.base import Detail, View, amount, count, load_style, per_second, percent, ratio
 
 
@@ -78,6 +78,14 @@ def _tier(daemon: Daemon, tier: Tier) -> Level:
     )  # fmt: skip
 
 
+def _name(level: Level, width: int, model: Model) -> Line:
+    """Its name; with several daemons also the beginning of its daemon's, since that column goes first on narrow screens."""
+    if len(model.daemons) < 2:
+        return span(safe(level.name))
+    mark = f"@{level.daemon.stats.instance[:4]}"
+    return (Span(clip_text(safe(level.name), max(1, width - len(mark)), model.glyphs.ellipsis)), Span(mark, "dim"))
+
+
 def _state(level: Level, width: int, model: Model) -> Line:
     glyphs = model.glyphs
     if level.broken:
@@ -138,7 +146,7 @@ def _word(name: str) -> object:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("name", "TIER", 10, lambda v: v.name, most=20, rank=0, rising=True),
+    Column("name", "TIER", 12, lambda v: v.name, _name, most=20, rank=0, rising=True),
     Column("type", "TYPE", 8, lambda v: v.type, most=16, rank=5, rising=True),
     Column("state", "BREAKER", 9, lambda v: "open" if v.broken else "ok", _state, rank=2, rising=True),
     Column("used", "USED", 9, lambda v: v.used_bytes, lambda v, w, m: amount(v.used_bytes), rank=1, right=True),
@@ -215,7 +223,7 @@ def latencies(level: Level, model: Model) -> list[Line]:
             found = quantiles(level.daemon.stats, name, (0.5, 0.9, 0.99), labels)
             rest = ",".join(f"{k}={v}" for k, v in labels.items() if k not in ("tier", "type"))
             title = f"{name}{{{rest}}}" if rest else name
-            head = Span(cell(title, 34), "dim")
+            head = Span(cell(title, 33) + " ", "dim")
             if found is None:
                 out.append((head, Span("nothing yet", "dim")))
                 continue
@@ -238,7 +246,7 @@ def _values(level: Level, width: int) -> list[Line]:
         line: list[Span] = []
         for name in names[begin : begin + columns]:
             shown = format_size(source[name]) if "bytes" in name else f"{source[name]:,.6g}"
-            line += [Span(cell(name.removeprefix("tier_"), 24), "dim"), Span(cell(shown, each - 24))]
+            line += [Span(cell(name.removeprefix("tier_"), 23) + " ", "dim"), Span(cell(shown, each - 24))]
         lines.append(tuple(line))
     return lines
 
