@@ -70,7 +70,7 @@ def test_hits_loads_and_saves_are_on_the_overview(engine: Engine) -> None:
     model.take(scenes.change(first, time_s=100.0, mono_s=100.0))
     assert "engines 2 of 2 up   hit -   load -   save -" in _text(model)
     model.take(scenes.change(second, time_s=102.0, mono_s=102.0))
-    assert "engines 2 of 2 up   hit 2.05k tok/s   load 32.0 MiB/s   save 16.0 MiB/s" in _text(model)
+    assert "engines 2 of 2 up   hit 2.05k tok/s   load 32 MiB/s   save 16 MiB/s" in _text(model)
     assert model.alerts == []
     assert max(len(line) for line in _text(model, 44).splitlines()) <= 44
 
