@@ -55,6 +55,13 @@ def fields() -> str:
     return registry.field_tables()
 
 
+def stages() -> str:
+    """What may stand in a `serde` chain."""
+    from kvd.tiers.serde.chain import stage_tables
+
+    return stage_tables()
+
+
 def keys() -> str:
     """kvtop's keys, from the table that binds them."""
     from kvtop.keys import readme_table
@@ -63,7 +70,7 @@ def keys() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "keys": keys, "numbers": numbers}
-ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {"capabilities": capabilities, "fields": fields}
+ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {"capabilities": capabilities, "fields": fields, "stages": stages}
 DOCUMENTS = {README: BLOCKS, ADAPTERS: ADAPTER_BLOCKS}
 
 

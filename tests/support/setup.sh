@@ -63,7 +63,7 @@ new_environment() {
 base() {
   new_environment .venv
   say "installing kvtools and its tests into .venv"
-  quietly .venv/bin/python -m pip install --editable '.[gate,redis,s3]' --group dev
+  quietly .venv/bin/python -m pip install --editable '.[gate,redis,s3,serde]' --group dev
   touch .venv/.ready
 }
 

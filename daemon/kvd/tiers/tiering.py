@@ -392,8 +392,8 @@ class Tiering:
                 hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
             if not hits:
                 continue
-            places = [(share[i][1], share[i][3], hit.length) for i, hit in hits.items()]
-            results = await tier.load([Want(i, arena.slice(o, length), arena.padded(o, length)) for i, o, length in places])
+            places = [(share[i][1], share[i][3], hit.length, hit.note) for i, hit in hits.items()]
+            results = await tier.load([Want(i, arena.slice(o, n), arena.padded(o, n), note) for i, o, n, note in places])
             for (i, hit), result in zip(hits.items(), results, strict=True):
                 if result is Loaded.OK:
                     sources[i] = hit

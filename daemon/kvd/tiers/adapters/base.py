@@ -51,7 +51,8 @@ class Item(NamedTuple):
     """One value to store. `data` is read-only for the adapter and exactly the value's length.
 
     `padded` is the same memory rounded up to 4096 bytes when it lies 4 KiB-aligned in the arena (the slack is zeroed), so
-    that O_DIRECT can write it in place; else None.
+    that O_DIRECT can write it in place; else None. `note` (32 bits; 0: none) is kept beside the value and comes back with
+    every Hit: it is what a serde chain has to know before it decodes.
     """
 
     identity: Identity
@@ -59,6 +60,7 @@ class Item(NamedTuple):
     retention: Retention = Retention.LONG
     expires_ns: int = NEVER
     padded: memoryview | None = None
+    note: int = 0
 
 
 class Stored(NamedTuple):
@@ -75,14 +77,19 @@ class Hit(NamedTuple):
     length: int
     retention: Retention
     expires_ns: int = NEVER
+    note: int = 0
 
 
 class Want(NamedTuple):
-    """One value to load: exactly `into`'s length is expected. `padded` as in Item: the same memory up to the next 4096."""
+    """One value to load: exactly `into`'s length is expected. `padded` as in Item: the same memory up to the next 4096.
+
+    `note` is what the Hit said, where there was one.
+    """
 
     identity: Identity
     into: memoryview
     padded: memoryview | None = None
+    note: int = 0
 
 
 class Loaded(IntEnum):

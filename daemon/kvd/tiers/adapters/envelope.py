@@ -1,7 +1,7 @@
 """The 128 bytes that stand in front of a value in every tier but `disk`: what it is, and how to tell that it still is that.
 
 Little-endian: magic `KVTVALUE` (8), identity (64), length (u64), expiry (u64, unix ns, 0: never), retention (u8), 7 zero
-bytes, XXH3-64 of the value (u64), 16 zero bytes, XXH3-64 of the 120 bytes before (u64).
+bytes, XXH3-64 of the value (u64), note (u32), 12 zero bytes, XXH3-64 of the 120 bytes before (u64).
 """
 
 import struct
@@ -15,7 +15,7 @@ from kvd.tiers.adapters.base import Hit, Item
 
 MAGIC = b"KVTVALUE"
 SIZE = 128
-_FIELDS = struct.Struct("<8s64sQQB7xQ16x")
+_FIELDS = struct.Struct("<8s64sQQB7xQI12x")
 _SUM = struct.Struct("<Q")
 
 
@@ -27,15 +27,17 @@ class Head(NamedTuple):
     expires_ns: int
     retention: Retention
     checksum: int
+    note: int = 0
 
     @property
     def hit(self) -> Hit:
-        return Hit(self.length, self.retention, self.expires_ns)
+        return Hit(self.length, self.retention, self.expires_ns, self.note)
 
 
 def seal(item: Item) -> bytes:
     """The envelope of this item."""
-    body = _FIELDS.pack(MAGIC, item.identity, len(item.data), item.expires_ns, item.retention, xxhash.xxh3_64_intdigest(item.data))
+    checksum = xxhash.xxh3_64_intdigest(item.data)
+    body = _FIELDS.pack(MAGIC, item.identity, len(item.data), item.expires_ns, item.retention, checksum, item.note)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -46,9 +48,9 @@ def open_head(raw: bytes | bytearray | memoryview) -> Head | None:
     body = bytes(raw[: _FIELDS.size])
     if _SUM.unpack_from(raw, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(body):
         return None
-    _, identity, length, expires_ns, retention, checksum = _FIELDS.unpack(body)
+    _, identity, length, expires_ns, retention, checksum, note = _FIELDS.unpack(body)
     try:
-        return Head(identity, length, expires_ns, Retention(retention), checksum)
+        return Head(identity, length, expires_ns, Retention(retention), checksum, note)
     except ValueError:
         return None
 

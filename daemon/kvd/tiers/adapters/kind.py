@@ -10,7 +10,7 @@ secrets of the form file:PATH are read.
 import difflib
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ Parse = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the object. `required` ones have no default; `secret` ones take env:NAME and file:PATH."""
+    """One key of an object. `required` ones have no default; `secret` ones take env:NAME and file:PATH."""
 
     name: str
     parse: Parse
@@ -37,6 +37,8 @@ class Field:
     required: bool = False
     secret: bool = False
     help: str = ""
+    many: bool = False
+    """A list of such values, or one of them."""
 
 
 @dataclass(frozen=True)
@@ -85,38 +87,47 @@ class Kind:
             )
 
 
-COMMON = ("type", "name", "eviction")
+COMMON = ("type", "name", "eviction", "serde", "serde_buffer_bytes")
 
 
 def read_fields(kind: Kind, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Every field's value. Raises AdapterConfigError for unknown, missing and impossible ones."""
-    known = {one.name: one for one in kind.fields}
+    return read_values(f"adapter {name} ({kind.type})", kind.fields, body, COMMON)
+
+
+def read_values(where: str, fields: Sequence[Field], body: Mapping[str, Any], common: Sequence[str]) -> dict[str, Any]:
+    """The value of each of `fields` in an object that may also have `common` ones; errors begin with `where`."""
+    known = {one.name: one for one in fields}
     for word in body:
-        if word not in known and word not in COMMON:
-            raise AdapterConfigError(f"adapter {name} ({kind.type}): unknown field {word!r}", hint=nearest(word, [*known, *COMMON]))
+        if word not in known and word not in common:
+            raise AdapterConfigError(f"{where}: unknown field {word!r}", hint=nearest(word, [*known, *common]))
     values: dict[str, Any] = {}
-    for one in kind.fields:
+    for one in fields:
         if body.get(one.name) is None:
             if one.required:
-                raise AdapterConfigError(f"adapter {name} ({kind.type}): field {one.name!r} is missing", hint=one.help)
+                raise AdapterConfigError(f"{where}: field {one.name!r} is missing", hint=one.help)
             values[one.name] = one.default
             continue
         try:
             value = body[one.name]
-            if one.secret:
-                if not isinstance(value, str):
-                    raise UsageError("not a text")
-                if not value.startswith(("env:", "file:")):
-                    log.warning(
-                        "adapter %s: %s is written out in the configuration; env:NAME or file:PATH is safer", name, one.name
-                    )
-                value = read_secret(value)
-            values[one.name] = one.parse(value)
+            if one.many:
+                values[one.name] = [_read(where, one, part) for part in (value if isinstance(value, list) else [value])]
+            else:
+                values[one.name] = _read(where, one, value)
         except UsageError as error:
-            raise AdapterConfigError(
-                f"adapter {name} ({kind.type}): field {one.name!r}: {error.message}", hint=error.hint or one.help
-            ) from None
+            raise AdapterConfigError(f"{where}: field {one.name!r}: {error.message}", hint=error.hint or one.help) from None
     return values
+
+
+def _read(where: str, field: Field, value: Any) -> Any:
+    """One value of a field. Raises UsageError."""
+    if field.secret:
+        if not isinstance(value, str):
+            raise UsageError("not a text")
+        if not value.startswith(("env:", "file:")):
+            log.warning("%s: %s is written out in the configuration; env:NAME or file:PATH is safer", where, field.name)
+        value = read_secret(value)
+    return field.parse(value)
 
 
 def read_eviction(kind: Kind, name: str, body: Any) -> Eviction:
@@ -242,10 +253,12 @@ EVICTION = (
     Field("trigger_watermark", number(0.0, 1.0), 0.8, help="share of max_bytes above which room is made"),
     Field("eviction_ratio", number(0.0, 1.0), 0.2, help="share of the bytes held that is dropped then"),
 )
+SERDE_FIELDS = (Field("serde_buffer_bytes", size(1 << 20), 64 << 20, help="memory for the work of `serde`, half each way"),)
 MAX_BYTES = Field("max_bytes", size(4096), 32 << 30, help="bytes of storage it may take, such as 100GiB")
 
 __all__ = [
     "MAX_BYTES",
+    "SERDE_FIELDS",
     "Eviction",
     "Field",
     "Kind",
@@ -256,6 +269,7 @@ __all__ = [
     "path",
     "read_eviction",
     "read_fields",
+    "read_values",
     "seconds",
     "size",
     "switch",

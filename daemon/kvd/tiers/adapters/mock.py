@@ -96,7 +96,7 @@ class MockAdapter(Adapter):
                 return Stored(False, "full")
             data = bytes(item.data)
             self._values[item.identity] = (data, xxhash.xxh3_64_intdigest(data))
-            self._ledger.add(item.identity, Entry(0, size, Hit(size, item.retention, item.expires_ns)))
+            self._ledger.add(item.identity, Entry(0, size, Hit(size, item.retention, item.expires_ns, item.note)))
         return Stored(True)
 
     def _forget(self, identity: Identity) -> int:

@@ -10,18 +10,35 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Capabilities, Durability
-from kvd.tiers.adapters.kind import MAX_BYTES, Field, Kind, mapping, nearest, path, read_eviction, read_fields, size, text, word
+from kvd.tiers.adapters.kind import (
+    MAX_BYTES,
+    SERDE_FIELDS,
+    Field,
+    Kind,
+    mapping,
+    nearest,
+    path,
+    read_eviction,
+    read_fields,
+    read_values,
+    size,
+    text,
+    word,
+)
 from kvtools.errors import UsageError
 from kvtools.units import format_size
+
+if TYPE_CHECKING:
+    from kvd.tiers.serde.chain import Chain
 
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
 EXAMPLE = 'such as {"type": "fs", "base_path": "/srv/kv"}'
-SECRET = re.compile(r"password|secret|token|access_key|credential", re.IGNORECASE)
+SECRET = re.compile(r"password|secret|token|access_key|credential|^(old_)?keys?$", re.IGNORECASE)
 
 
 class Spec(dict[str, Any]):
@@ -35,12 +52,15 @@ class Spec(dict[str, Any]):
 
 def _redacted(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: "***" if _is_secret(name, one) else _redacted(one) for name, one in value.items()}
+        return {name: _hidden(one) if SECRET.search(name) else _redacted(one) for name, one in value.items()}
     return [_redacted(one) for one in value] if isinstance(value, list) else value
 
 
-def _is_secret(name: str, value: Any) -> bool:
-    return bool(SECRET.search(name)) and isinstance(value, str) and not value.startswith(("env:", "file:"))
+def _hidden(value: Any) -> Any:
+    """The value of a secret field as it may be shown: where it comes from, or ***."""
+    if isinstance(value, list):
+        return [_hidden(one) for one in value]
+    return _redacted(value) if not isinstance(value, str) or value.startswith(("env:", "file:")) else "***"
 
 
 def parse_spec(given: str) -> Spec:
@@ -110,7 +130,28 @@ def make(kind: Kind, name: str, spec: Mapping[str, Any]) -> Adapter:
     if spec.get("eviction") is not None:
         values["eviction"] = read_eviction(kind, name, spec["eviction"])
     kind.check_library(name)
-    return kind.make(name, values)
+    chain, buffer_bytes = _serde(kind, name, spec)
+    adapter = kind.make(name, values)
+    if chain is None:
+        return adapter
+    from kvd.tiers.serde.adapter import SerdeAdapter
+
+    return SerdeAdapter(adapter, chain, buffer_bytes)
+
+
+def _serde(kind: Kind, name: str, spec: Mapping[str, Any]) -> "tuple[Chain | None, int]":
+    """The chain of an adapter's `serde`, if it has one, and the budget of its buffers. Raises AdapterConfigError."""
+    (field,) = SERDE_FIELDS
+    given = {field.name: spec[field.name]} if field.name in spec else {}
+    if spec.get("serde") is None:
+        if given:
+            raise AdapterConfigError(f"adapter {name} ({kind.type}): {field.name} without serde", hint="leave it out")
+        return None, 0
+    from kvd.tiers.serde.chain import read_chain
+
+    return read_chain(f"{name} ({kind.type})", spec["serde"]), read_values(
+        f"adapter {name} ({kind.type})", SERDE_FIELDS, given, ()
+    )[field.name]
 
 
 def kind_of(spec: Mapping[str, Any], where: str) -> Kind:

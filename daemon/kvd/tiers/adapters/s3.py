@@ -171,7 +171,7 @@ class S3Adapter(Adapter):
     def _note_stored(self, item: Item, total: int) -> None:
         with self._lock:
             if self._max_bytes:
-                self._ledger.add(item.identity, Entry(0, total, Hit(len(item.data), item.retention, item.expires_ns)))
+                self._ledger.add(item.identity, Entry(0, total, Hit(len(item.data), item.retention, item.expires_ns, item.note)))
             else:  # what it replaced is not known without asking: counted anew at the next start
                 self._usage.bytes_used += total
                 self._usage.entries += 1

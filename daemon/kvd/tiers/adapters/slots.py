@@ -296,7 +296,7 @@ class SlotAdapter(Adapter):
                 self._free.insert(0, slot)
             raise
         with self._lock:
-            hit = Hit(length, item.retention, item.expires_ns)
+            hit = Hit(length, item.retention, item.expires_ns, item.note)
             before = self._ledger.add(item.identity, Entry(slot, self.slot_bytes, hit))
         if before is not None:
             self._let_go(before)

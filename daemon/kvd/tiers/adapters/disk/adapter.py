@@ -300,7 +300,7 @@ class DiskAdapter(Adapter):
         for sequence, (identity, number) in enumerate(last.items(), first):
             item = items[number]
             drafts[identity] = Draft(
-                identity, item.data.cast("B"), int(item.retention), item.expires_ns, sequence, tick, item.padded
+                identity, item.data.cast("B"), int(item.retention), item.expires_ns, sequence, tick, item.padded, item.note
             )
         return drafts
 
@@ -353,7 +353,7 @@ class DiskAdapter(Adapter):
         with self._catalog.changed:
             for identity in identities:
                 entry = self._catalog.find_locked(identity, now)
-                answers.append(None if entry is None else Hit(entry.length, Retention(entry.retention), entry.expires_ns))
+                answers.append(entry and Hit(entry.length, Retention(entry.retention), entry.expires_ns, entry.note))
         return answers
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:

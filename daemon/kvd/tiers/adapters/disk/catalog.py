@@ -118,7 +118,7 @@ class Catalog:
     def insert_locked(self, region: Region, entries: Iterable[IndexEntry]) -> None:
         """Make written extents visible, superseding what was held under the same identities."""
         for entry in entries:
-            word = pack(region.slot, entry.offset, entry.length, entry.retention, entry.tick, entry.expires_ns)
+            word = pack(region.slot, entry.offset, entry.length, entry.retention, entry.tick, entry.expires_ns, entry.note)
             old = self.index.put(entry.identity, word)
             if old is not None:
                 self._retire_locked(entry.identity, unpack(old), stale=True)

@@ -187,7 +187,9 @@ class Evictor:
                 found = None
                 self._catalog.counters.io_errors += 1
             if found is not None:
-                drafts.append(Draft(record.identity, found[1], entry.retention, entry.expires_ns, sequence, entry.tick))
+                drafts.append(
+                    Draft(record.identity, found[1], entry.retention, entry.expires_ns, sequence, entry.tick, note=entry.note)
+                )
         return drafts
 
     def _claim_to_move(self, region: Region, record: IndexEntry) -> int:

@@ -48,6 +48,7 @@ class Draft:
     sequence: int
     tick: int
     padded: memoryview | None = None
+    note: int = 0
     hashing: "Future[list[bytes]] | None" = None
     """Payload checksums that another thread has begun to compute, this one's among them."""
     hashing_at: int = 0
@@ -183,7 +184,7 @@ class ExtentWriter:
         checksum = payload_checksum(draft.data) if draft.hashing is None else draft.hashing.result()[draft.hashing_at]
         return ExtentHeader(
             region.sequence, region.nonce, offset, draft.sequence, len(draft.data), draft.expires_ns, draft.identity, checksum,
-            self._clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0,
+            self._clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0, note=draft.note,
         )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ _CHECKSUM_AT = PAGE - 8
 _HALF = PAGE // 2
 _U64 = struct.Struct("<Q")
 _REGION = struct.Struct("<8sIB3xQQQQ")
-_EXTENT = struct.Struct("<8sIBBHQQQQQQ64s16sQI")
+_EXTENT = struct.Struct("<8sIBBHQQQQQQ64s16sQII")
 _INDEX = struct.Struct("<8sIIQQIIQQ")
 _ENTRY = struct.Struct("<64sQQQQQBBHI")
 _DELETES = struct.Struct("<8sIIQ16x")
@@ -66,7 +66,7 @@ ENTRY_DTYPE = np.dtype(
         ("kind", "u1"),
         ("retention", "u1"),
         ("flags", "<u2"),
-        ("zero", "<u4"),
+        ("note", "<u4"),
     ]
 )
 """An index entry, for reading many at once."""
@@ -166,13 +166,14 @@ class ExtentHeader(NamedTuple):
     retention: int
     flags: int
     kind: int = KIND_VALUE
+    note: int = 0
 
     def pack(self) -> bytes:
         """256 bytes, checksum included."""
         body = _EXTENT.pack(
             EXTENT_MAGIC, FORMAT_VERSION, self.kind, self.retention, self.flags,
             self.region, self.nonce, self.offset, self.sequence, self.length, self.expires_ns,
-            self.identity, self.checksum, self.stored_ns, self.epoch,
+            self.identity, self.checksum, self.stored_ns, self.epoch, self.note,
         ).ljust(EXTENT_HEADER_BYTES - 8, b"\0")  # fmt: skip
         return body + _U64.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -185,14 +186,18 @@ class ExtentHeader(NamedTuple):
         if _U64.unpack_from(page, EXTENT_HEADER_BYTES - 8)[0] != xxhash.xxh3_64_intdigest(body):
             return None
         (magic, version, kind, retention, flags, region, nonce, offset, sequence, length, expires, identity, checksum,
-         stored, epoch) = _EXTENT.unpack_from(page)  # fmt: skip
+         stored, epoch, note) = _EXTENT.unpack_from(page)  # fmt: skip
         if magic != EXTENT_MAGIC or version != FORMAT_VERSION or kind not in (KIND_VALUE, KIND_RESERVED):
             return None
-        return cls(region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags, kind)
+        return cls(
+            region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags, kind, note
+        )  # fmt: skip
 
     def entry(self, tick: int) -> "IndexEntry":
         """What the index says of this extent."""
-        return IndexEntry(self.identity, self.sequence, self.offset, self.length, self.expires_ns, tick, self.retention, self.flags)
+        return IndexEntry(
+            self.identity, self.sequence, self.offset, self.length, self.expires_ns, tick, self.retention, self.flags, self.note
+        )
 
 
 class IndexEntry(NamedTuple):
@@ -206,12 +211,13 @@ class IndexEntry(NamedTuple):
     tick: int
     retention: int
     flags: int
+    note: int = 0
 
     def pack(self) -> bytes:
         """112 bytes."""
         return _ENTRY.pack(
             self.identity, self.sequence, self.offset, self.length, self.expires_ns, self.tick,
-            KIND_VALUE, self.retention, self.flags, 0,
+            KIND_VALUE, self.retention, self.flags, self.note,
         )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 Purpose: identity -> (region, offset, length, class, expiry, last use). A dict of one 64-byte key and a tuple a value
 would cost 250 to 300 bytes; so the dict is split by namespace (32-byte keys, few namespaces) and everything else is
-packed into one Python integer, which costs 48 bytes up to 180 bits. That is 80 for the key, 48 for the integer and 30 to
-60 for the dict's own table.
+packed into one Python integer, which costs 48 bytes up to 180 bits and 56 with a note. That is 80 for the key, 48 for the
+integer and 30 to 60 for the dict's own table.
 
     bits 0..23    offset in the region, in pages    (regions up to 64 GiB)
     bits 24..39   region slot                       (65 536 regions)
@@ -11,6 +11,7 @@ packed into one Python integer, which costs 48 bytes up to 180 bits. That is 80 
     bits 76..77   retention
     bits 78..115  tick of the last use
     bits 116..179 expiry, unix nanoseconds          (0: never; such integers are shorter still)
+    bits 180..211 note                              (0: none)
 
 Concurrency: none of its own; the caller holds the store's lock.
 """
@@ -41,12 +42,19 @@ class Entry(NamedTuple):
     retention: int
     tick: int
     expires_ns: int
+    note: int = 0
 
 
-def pack(slot: int, offset: int, length: int, retention: int, tick: int, expires_ns: int) -> int:
+def pack(slot: int, offset: int, length: int, retention: int, tick: int, expires_ns: int, note: int = 0) -> int:
     """The integer that stands for an entry."""
     return (
-        offset >> 12 | slot << 24 | length << 40 | retention << 76 | (tick & _TICK_MASK) << 78 | min(expires_ns, _EXPIRY_MAX) << 116
+        offset >> 12
+        | slot << 24
+        | length << 40
+        | retention << 76
+        | (tick & _TICK_MASK) << 78
+        | min(expires_ns, _EXPIRY_MAX) << 116
+        | note << 180
     )
 
 
@@ -58,7 +66,8 @@ def unpack(word: int) -> Entry:
         word >> 40 & _LENGTH_MASK,
         word >> 76 & 3,
         word >> 78 & _TICK_MASK,
-        word >> 116,
+        word >> 116 & _EXPIRY_MAX,
+        word >> 180,
     )
 
 

@@ -202,9 +202,9 @@ def _several(rows: NDArray[np.void], deletes: dict[Identity, int]) -> NDArray[np
 def _insert(catalog: Catalog, regions: dict[int, Region], rows: NDArray[np.void], slots: NDArray[np.uint32]) -> None:
     """Put rows into the index, none of which is contested."""
     put = catalog.index.put
-    columns = [rows[name].tolist() for name in ("identity", "offset", "length", "retention", "tick", "expires")]
-    for identity, offset, length, retention, tick, expires, slot in zip(*columns, slots.tolist(), strict=True):
-        put(identity, pack(slot, offset, length, retention, tick, expires))
+    columns = [rows[name].tolist() for name in ("identity", "offset", "length", "retention", "tick", "expires", "note")]
+    for identity, offset, length, retention, tick, expires, note, slot in zip(*columns, slots.tolist(), strict=True):
+        put(identity, pack(slot, offset, length, retention, tick, expires, note))
     if not len(rows):
         return
     size = np.where(

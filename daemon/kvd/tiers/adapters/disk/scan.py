@@ -85,8 +85,8 @@ class Scan:
 
 def entry_of(row: tuple[bytes, int, int, int, int, int, int, int, int, int]) -> IndexEntry:
     """An index entry from a row of ENTRY_DTYPE."""
-    identity, sequence, offset, length, expires, tick, _kind, retention, flags, _zero = row
-    return IndexEntry(identity, sequence, offset, length, expires, tick, retention, flags)
+    identity, sequence, offset, length, expires, tick, _kind, retention, flags, note = row
+    return IndexEntry(identity, sequence, offset, length, expires, tick, retention, flags, note)
 
 
 @dataclass(frozen=True)
