@@ -13,14 +13,31 @@ from types import FrameType
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def terminate_as_interrupt() -> None:
-    """From now on SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread."""
+def terminate_as_interrupt(*, once: bool = False) -> None:
+    """From now on SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread.
+
+    `once`: only the first of them and of Ctrl-C does, so that nothing stops the cleaning up, which then has to be quick.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, _interrupt_once if once else _interrupt)
+    if once and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a background job has it ignored
+        signal.signal(signal.SIGINT, _interrupt_once)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    for one in _NUMBERS:
+        if signal.getsignal(one) is not signal.SIG_IGN:
+            # A handler that does nothing: SIG_IGN is an error in the interpreter when that signal is on its way already.
+            signal.signal(one, _nothing)
+    raise KeyboardInterrupt
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 @contextlib.contextmanager

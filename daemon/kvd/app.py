@@ -255,11 +255,31 @@ def bench(
         Path | None,
         typer.Option("--path", parser=path_of, metavar="DIR", help="Where to put the disk tier to measure [default: none]."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="JSON", help="Measure this tier too: as --l2-adapter of kvd serve (repeatable)."),
+    ] = None,
     size: Annotated[list[str] | None, typer.Option("--size", metavar="SIZE", help="Value sizes [default: 64K 1M 16M].")] = None,
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="N", min=1, max=64, help="Measure the arena from so many processes too (1: not).")
+    ] = 4,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.1, max=60, help="Time for each measurement.")] = 1.0,
+    bytes_per_token: Annotated[
+        str | None,
+        typer.Option("--bytes-per-token", metavar="SIZE", help="KV bytes of one token: say what a prefix's reload costs."),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="What to call the model in that sentence.")] = "this model",
+    prefix_tokens: Annotated[int, typer.Option("--prefix-tokens", metavar="N", min=1, help="Tokens of that prefix.")] = 32768,
+    prefill_rate: Annotated[
+        float, typer.Option("--prefill-rate", metavar="N", min=0, help="Tokens a second that the engine computes, to compare with.")
+    ] = 0.0,
     json: JsonOption = False,
 ) -> None:
-    """What this host can do: arena against memcpy, disk tier against the raw device, in one run."""
-    from kvd import bench as measurements
+    """What this host can do: arena, disk and tiers against memcpy and the raw device, in one run."""
+    from kvd.bench import run as measurements
+    from kvd.bench.reload import Prefix
+    from kvtools.units import parse_size
 
-    measurements.run(socket, path, size or ["64K", "1M", "16M"], seconds, json)
+    prefix = None if bytes_per_token is None else Prefix(model, prefix_tokens, parse_size(bytes_per_token), prefill_rate)
+    sizes = size or ["64K", "1M", "16M"]
+    measurements.run(measurements.plan(socket, path, adapter or [], sizes, clients, seconds, prefix), json)

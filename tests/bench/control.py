@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.bench.arena import keys_for, private
-from tests.bench.floor import Echo, Exists, Floor, Lease, Store
+from tests.bench.floor import Echo, Exists, Floor, Lease, Store, running
 from tests.bench.measure import Result, in_turn, medians
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ VALUE = 64 << 10
 
 def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
     """Batches first, then single values."""
-    with Floor() as floor:
+    with running() as floor:
         yield from _batches(client, floor, quick=quick)
         yield from _singles(client, floor, quick=quick)
 

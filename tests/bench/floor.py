@@ -1,138 +1,35 @@
-"""The floor of the control plane on this machine: the least that a msgspec and uvloop server must do for the same questions.
+"""The floor of the control plane, `kvd.bench.floor`, as a process of the measurement's own."""
 
-It keeps a dict, counts pins and hands out offsets. It checks nothing, evicts nothing and forgets nothing: nobody would run
-it, and nothing in Python that answers over a socket is quicker. `Floor` starts it as a process and asks it.
-"""
-
-import asyncio
-import os
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
 
-import msgspec
+from kvd.bench.floor import Echo, Exists, Floor, Lease, Store
 
-LENGTH_BYTES = 4
-
-
-class Echo(msgspec.Struct, tag=1, array_like=True):
-    pass
+__all__ = ["Echo", "Exists", "Floor", "Lease", "Store", "running"]
 
 
-class Exists(msgspec.Struct, tag=2, array_like=True):
-    keys: list[bytes]
+@contextmanager
+def running() -> Iterator[Floor]:
+    """The server, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="kvt-floor-"))
+    started: list[subprocess.Popen[str]] = []
 
+    def start(words: list[str]) -> "subprocess.Popen[str]":
+        started.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, text=True))
+        return started[-1]
 
-class Lease(msgspec.Struct, tag=3, array_like=True):
-    keys: list[bytes]
-
-
-class Store(msgspec.Struct, tag=4, array_like=True):
-    keys: list[bytes]
-    size: int
-
-
-Question = Echo | Exists | Lease | Store
-
-
-class Table:
-    """The server's memory: key -> [offset, pins]."""
-
-    def __init__(self) -> None:
-        self.entries: dict[bytes, list[int]] = {}
-        self.top = 0
-
-    def answer(self, question: Question) -> object:
-        if isinstance(question, Exists):
-            entries = self.entries
-            return bytes([key in entries for key in question.keys])
-        if isinstance(question, Lease):
-            found = [self.entries.get(key) for key in question.keys]
-            for entry in found:
-                if entry:
-                    entry[1] += 1
-            return [entry[0] if entry else -1 for entry in found]
-        if isinstance(question, Store):
-            for key in question.keys:
-                self.entries[key] = [self.top, 0]
-                self.top += question.size
-        return 0
-
-
-def serve(path: str) -> None:
-    """Answer on a Unix socket until killed."""
-    import uvloop
-
-    table = Table()
-    decode = msgspec.msgpack.Decoder(Question).decode
-    encode = msgspec.msgpack.Encoder().encode
-
-    class Connection(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            self.transport = cast("asyncio.Transport", transport)
-            self.pending = b""
-
-        def data_received(self, data: bytes) -> None:
-            pending = self.pending + data
-            while len(pending) >= LENGTH_BYTES:
-                end = LENGTH_BYTES + int.from_bytes(pending[:LENGTH_BYTES], "little")
-                if len(pending) < end:
-                    break
-                answer = encode(table.answer(decode(pending[LENGTH_BYTES:end])))
-                self.transport.write(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
-                pending = pending[end:]
-            self.pending = pending
-
-    async def main() -> None:
-        server = await asyncio.get_running_loop().create_unix_server(Connection, path)
-        await server.serve_forever()
-
-    uvloop.run(main())
-
-
-class Floor:
-    """The server as a process, and one connection to it."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="kvt-floor-")
-        path = f"{self._folder}/s"
-        root = Path(__file__).resolve().parents[2]
-        self._server = subprocess.Popen([sys.executable, "-m", "tests.bench.floor", path], cwd=root, stdin=subprocess.DEVNULL)
-        self._link = socket.socket(socket.AF_UNIX)
-        deadline = time.monotonic() + 20
-        while True:
-            try:
-                self._link.connect(path)
-                break
-            except OSError:
-                if self._server.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-
-    def ask(self, question: Question) -> Any:
-        frame = msgspec.msgpack.encode(question)
-        self._link.sendall(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
-        size = int.from_bytes(self._link.recv(LENGTH_BYTES, socket.MSG_WAITALL), "little")
-        return msgspec.msgpack.decode(self._link.recv(size, socket.MSG_WAITALL))
-
-    def close(self) -> None:
-        self._link.close()
-        self._server.terminate()
-        self._server.wait(10)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-if __name__ == "__main__":
-    os.umask(0o077)
-    serve(sys.argv[1])
+    try:
+        floor = Floor(folder, start)
+        try:
+            yield floor
+        finally:
+            floor.close()
+    finally:
+        for server in started:
+            server.terminate()
+            server.wait(10)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -64,3 +64,34 @@ with interrupts_held():
 print(signal.getsignal(signal.SIGTERM) is mine, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
 """)
     assert ran.stdout == "True True\n"
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_once_means_that_only_the_first_signal_unwinds(number: signal.Signals) -> None:
+    ran = run_python(f"""
+import signal
+from kvtools.interrupts import interrupts_held, terminate_as_interrupt
+terminate_as_interrupt(once=True)
+try:
+    signal.raise_signal({int(number)})
+    print("not reached")
+except KeyboardInterrupt:
+    for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.raise_signal(again)
+        with interrupts_held():
+            signal.raise_signal(again)
+    print("cleaned up")
+""")
+    assert (ran.rc, ran.stdout, ran.stderr) == (0, "cleaned up\n", "")
+
+
+def test_once_leaves_an_ignored_ctrl_c_ignored() -> None:
+    ran = run_python("""
+import signal
+from kvtools.interrupts import terminate_as_interrupt
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+terminate_as_interrupt(once=True)
+signal.raise_signal(signal.SIGINT)
+print("goes on")
+""")
+    assert (ran.rc, ran.stdout) == (0, "goes on\n")

@@ -1,7 +1,6 @@
 """What `kvd status` makes of the figures: each thing that can be wrong, its word, its code and its exit status."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ def daemon(kvd_daemon_module: MakeDaemon) -> Daemon:
 
 
 @pytest.fixture
-def body(daemon: Daemon) -> Iterator[dict[str, Any]]:
-    yield copy.deepcopy(daemon.run("status", "--json").json())
+def body(daemon: Daemon) -> dict[str, Any]:
+    return copy.deepcopy(daemon.run("status", "--json").json())
 
 
 def test_all_is_well(daemon: Daemon, body: dict[str, Any]) -> None:
