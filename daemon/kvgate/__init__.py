@@ -10,6 +10,6 @@ A model's life:    idle -> sleep -> control -> engine;  room decides whether it 
     lane       admission to an engine  sleep     one state machine a model        idle      puts idle models to sleep
     control    an engine's endpoints   room      waking where it fits             engines   processes: in order, watched
     launcher   how one is started      traffic   what is counted                  metrics   all numbers as one table
-    openapi    what is answered where
+    openapi    what is answered where  prewarm   keys, straight to kvd            preflight kvdoctor's warnings at the start
     publish    the stats segment       ask       asking a running gate            show      what commands print
 """

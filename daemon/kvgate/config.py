@@ -115,6 +115,8 @@ class ModelConfig:
     """KV memory that must be free for a wake-up; the pool grows from there."""
     weight: float = 1.0
     """This model's part of the KV memory that the awake models of a device share."""
+    kvd_socket: str = ""
+    """The daemon that keeps this model's KV cache: prewarm asks it directly, and an engine we start gets its connector."""
     instance: Instance | None = None
 
 
@@ -298,6 +300,7 @@ def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelC
         weights_bytes=section.take("weights_bytes", size, 0),
         kv_bytes=section.take("kv_bytes", size, 0),
         weight=section.take("weight", _weight, 1.0),
+        kvd_socket=section.take("kvd_socket", text, ""),
     )
 
 
@@ -365,7 +368,6 @@ def _instance(section: Section, base: GateConfig, shared: tuple[tuple[str, str],
         launcher=section.take("launcher", _one_of("subprocess", "tmux"), "subprocess"),
         ready_timeout_s=section.take("ready_timeout_seconds", _positive, 900.0),
         restart=section.take("restart", yes_no, True),
-        kvd_socket=section.take("kvd_socket", text, ""),
     )
     named = _port_argument(args, section)
     if named is None and port is None:
@@ -379,7 +381,7 @@ def _instance(section: Section, base: GateConfig, shared: tuple[tuple[str, str],
     )
     config = _settings(section, config, base)
     section.finish()
-    return replace(config, instance=replace(instance, segment=config.segment))
+    return replace(config, instance=replace(instance, segment=config.segment, kvd_socket=config.kvd_socket))
 
 
 def _arguments(value: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvgate import openapi
+from kvgate import openapi, prewarm
 from kvgate.errors import BodyTooLarge, MethodNotAllowed, RequestError
 from kvgate.manage import Management, failed, json, retry_after
 from kvgate.proxy import ClientGone, Proxy, Scope, read_body
@@ -35,7 +35,7 @@ MODEL_PATHS = frozenset(
         "/v1/responses",
         "/v1/score",
         "/v1/rerank",
-        "/v1/cache/prewarm",
+        prewarm.PATH,
         "/tokenize",
         "/detokenize",
         "/classify",
@@ -83,6 +83,10 @@ class Front:
             if name == b"content-length" and value.isdigit() and int(value) > config.max_body_bytes:
                 raise BodyTooLarge(f"the request body is longer than {config.max_body_bytes} bytes")
         body = await read_body(receive, config.max_body_bytes, config.body_timeout_s)
+        if scope["path"] == prewarm.PATH and prewarm.for_daemon(body):
+            status, answer = await self._gate.prewarm.handle(body)
+            await _send_json(send, status, answer)
+            return
         await self._proxy.handle(scope, receive, send, body)
 
     async def openapi(self, request: Request) -> Response:
@@ -118,6 +122,13 @@ async def _send(send: Any, error: RequestError, body: dict[str, object]) -> None
         # The rest of the body is not read, so this connection cannot carry another request.
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _send_json(send: Any, status: int, body: dict[str, object]) -> None:
+    data = msgspec.json.encode(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data, "more_body": False})
 
 

@@ -8,6 +8,8 @@ compares it with the routes, and it is what schemathesis is run with.
 from collections.abc import Iterable
 from typing import Any
 
+from kvgate.prewarm import MAX_DEADLINE_S
+from kvgate.prewarm import PATH as PREWARM
 from kvgate.traffic import WINDOW_MAX_S
 from kvtools import __version__
 
@@ -39,7 +41,11 @@ def document(model_paths: Iterable[str], models: Iterable[str]) -> Json:
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvgate", "version": __version__, "description": "One front for several models that share GPUs."},
-        "paths": {**{path: {"post": _passed_on(named)} for path in sorted(model_paths)}, **_own(named)},
+        "paths": {
+            **{path: {"post": _passed_on(named)} for path in sorted(model_paths)},
+            **_own(named),
+            PREWARM: {"post": _prewarm(named)},
+        },
         "components": {"schemas": _SCHEMAS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
@@ -52,6 +58,28 @@ def _passed_on(named: Json) -> Json:
     answers["default"] = {"description": "Whatever the engine answers, unchanged"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"summary": "Passed on to the engine of `model`", "requestBody": body, "responses": answers}
+
+
+def _prewarm(named: Json) -> Json:
+    """Passed on like the rest, unless it names keys: then the daemon is asked, and the gate answers itself."""
+    found = _passed_on(named)
+    digests = {"type": "array", "items": {"type": "string", "pattern": "^[0-9a-fA-F]{64}$"}}
+    keyed = {
+        "type": "object",
+        "required": ["model", "keys", "namespaces"],
+        "properties": {
+            "model": named,
+            "keys": digests,
+            "namespaces": {**digests, "minItems": 1},
+            "deadline_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DEADLINE_S},
+            "wait": {"type": "boolean"},
+        },
+    }
+    other = found["requestBody"]["content"]["application/json"]["schema"]
+    found["requestBody"]["content"]["application/json"]["schema"] = {"anyOf": [keyed, {**other, "not": {"required": ["keys"]}}]}
+    found["summary"] = "Bring a prompt's cache up from the tiers: keys by the daemon itself, anything else by the engine of `model`"
+    found["responses"]["202"] = {"description": "Begun", "content": _OBJECT}
+    return found
 
 
 def _own(named: Json) -> Json:

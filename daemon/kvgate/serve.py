@@ -28,6 +28,7 @@ from kvgate.errors import ConfigError
 from kvgate.front import Front
 from kvgate.guard import Guard, KeyRing, is_loopback
 from kvgate.idle import IdleWatch
+from kvgate.prewarm import Prewarm
 from kvgate.protocol import BoundedProtocol
 from kvgate.proxy import Proxy, new_session
 from kvgate.publish import Publisher
@@ -57,6 +58,7 @@ class Gate:
         self.publisher = Publisher(self.router, config.path)
         self.guard = _guard(config)
         self.proxy = Proxy(self.router, self.session, hide_credentials=config.api_keys is not None)
+        self.prewarm = Prewarm(self.router)
         self.app = Front(self, self.proxy)
 
     def start(self) -> None:
@@ -87,6 +89,7 @@ class Gate:
         await self.room.stop()
         await self.supervisor.stop()
         await self.router.stop()
+        await self.prewarm.stop()
         await self.publisher.stop()
         await self.session.close()
 
