@@ -9,7 +9,7 @@
     reader     the thread that reads, so that nothing stops the screen
     model      the newest snapshot and all that is derived from it:
     history      15 minutes of every series, rates
-    daemon       what a stats segment means: the daemon, its tiers
+    daemon       what a stats segment means: the daemon, its tiers;  connectors: what engines load and save
     alerts       what is wrong, and the health word
     events       what changed
     keys       every key, once: bindings, help, README, man page
