@@ -1,7 +1,8 @@
 """Power cuts and kills at any operation: never wrong bytes, never an older version, nothing acknowledged under fsync lost.
 
-A random history of stores, overwrites, deletes, clears, loads and restarts runs against the simulated disk until the device
-vanishes at a random operation. Then the next start must find, for every key, exactly one of the states it may be in.
+A random history of stores, writes past the store, overwrites, deletes, clears, loads and restarts runs against the simulated
+disk until the device vanishes at a random operation. Then the next start must find, for every key, exactly one of the states
+it may be in, whatever writers that outlived the daemon still do to the extents they had been lent.
 """
 
 import random
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvd.store.retention import Retention
-from kvd.tiers.adapters.base import AdapterError, Durability, Loaded
+from kvd.tiers.adapters.base import AdapterError, Durability, Loaded, Reservation
 from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.disk.format import payload_checksum
 from tests.kvd.disk.helpers import get_as, identity, item, value
-from tests.kvd.disk.simstorage import SimStorage
+from tests.kvd.disk.simstorage import SimFile, SimStorage
 
 ROOT = Path("/sim/store")
 MISS = None
@@ -46,6 +48,8 @@ class History:
         """What a key may be now, by what was acknowledged and what was tried. A set of two or more: one of them was tried."""
         self.ever: dict[bytes, set[bytes | None]] = {key: {MISS} for key in self.keys}
         self.versions = 0
+        self.late: list[tuple[SimFile, int]] = []
+        """Extents that processes were lent which have outlived the daemon: they may still write there."""
 
     def start(self) -> DiskAdapter:
         adapter = DiskAdapter(
@@ -57,7 +61,9 @@ class History:
 
     def run(self, adapter: DiskAdapter, operations: int) -> None:
         """Random operations; a device error ends the run."""
-        for _ in range(operations):
+        for number in range(operations):
+            if number == operations // 2:
+                self._land_late()
             try:
                 self._one(adapter)
             except AdapterError:
@@ -65,8 +71,10 @@ class History:
 
     def _one(self, adapter: DiskAdapter) -> None:
         draw = self.rng.random()
-        if draw < 0.6:
+        if draw < 0.45:
             self._store(adapter)
+        elif draw < 0.6:
+            self._write_past(adapter)
         elif draw < 0.75:
             self._delete(adapter, self.rng.sample(self.keys, self.rng.choice([1, 1, 2, 5])))
         elif draw < 0.8 and self.flushes:
@@ -89,6 +97,44 @@ class History:
         for (key, data), result in zip(batch.items(), results, strict=True):
             if result.ok:
                 self.may[key] = {data}
+
+    def _write_past(self, adapter: DiskAdapter) -> None:
+        """A value written past the adapter (GPU-direct) and synced; sometimes the writer leaves in the middle, or gives up."""
+        key = self.rng.choice(self.keys)
+        self.versions += 1
+        data = value(self.versions, self.rng.choice([3841, 4096, 9000, 20_000]))
+        self.may[key] |= {data}
+        self.ever[key] |= {data, MISS}
+        (extent,) = adapter.lend([Reservation(key, len(data), self.rng.choice([Retention.SHORT, Retention.LONG]))])
+        if isinstance(extent, str):
+            return
+        draw = self.rng.random()
+        try:
+            fd = self.io.open(extent.file)
+            self.late.append((self.io.open_files[fd][0], extent.offset))
+            if draw < 0.15:
+                return
+            self.io.pwritev(fd, [data[: len(data) // 2]], extent.offset)
+            if draw < 0.3:
+                adapter.give_back(extent)
+                self.late.pop()
+                return
+            self.io.pwritev(fd, [data[len(data) // 2 :]], extent.offset + len(data) // 2)
+            self.io.fdatasync(fd)
+        except OSError as error:
+            raise AdapterError("the device is gone") from error
+        checksum = payload_checksum(data) if self.rng.random() < 0.3 else b""
+        if adapter.fill(extent, checksum).ok:
+            self.may[key] = {data}
+        self.late.pop()
+
+    def _land_late(self) -> None:
+        """What processes that outlived the daemon had under way reaches the disk."""
+        for file, offset in self.late:
+            garbage = self.rng.randbytes(3000)
+            file.data[offset : offset + len(garbage)] = garbage
+        if self.rng.random() < 0.5:
+            self.late = []
 
     def _delete(self, adapter: DiskAdapter, keys: list[bytes]) -> None:
         for key in keys:
@@ -117,8 +163,10 @@ class History:
         """End the process or the host, start again, and compare every key."""
         if self.power:
             self.io.power_cut(self.rng)
+            self.late = []
         else:
             self.io.kill()
+            self._land_late()
         lossy = self.power and self.durability is not Durability.FSYNC
         adapter = self.start()
         for key in self.keys:

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 from kvd.store.identity import Identity
@@ -90,6 +91,33 @@ class Want(NamedTuple):
     into: memoryview
     padded: memoryview | None = None
     note: int = 0
+
+
+class Reservation(NamedTuple):
+    """A value that somebody else will write past the daemon: what `lend` needs to know of it before it is there."""
+
+    identity: Identity
+    length: int
+    retention: Retention = Retention.LONG
+    expires_ns: int = NEVER
+
+
+@dataclass(eq=False, slots=True)
+class DirectExtent:
+    """Where in a file one value lies, or will lie: for I/O past the daemon. The file is not used for anything else meanwhile.
+
+    `offset` (a multiple of 4096) is that of the value's first byte; the extent ends at the next multiple of 4096 after
+    `length` bytes. `generation` changes when the file is used for something else. `checksum`: XXH3-128 of the value, b"" if absent.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    generation: int
+    identity: Identity
+    checksum: bytes
+    place: object
+    """The adapter's own."""
 
 
 class Loaded(IntEnum):
@@ -192,6 +220,31 @@ class Adapter(ABC):
     @abstractmethod
     def usage(self) -> Usage:
         """Bytes and entries now."""
+
+    # What an adapter with `capabilities.direct_extents` also does. Each extent lent or held is given back exactly once.
+
+    def direct_roots(self) -> list[Path]:
+        """The folders that its extents lie in."""
+        return []
+
+    def lend(self, wanted: Sequence[Reservation]) -> "list[DirectExtent | str]":
+        """Room for values that somebody else writes; a str, the reason, where there is none. Until `fill` each is a miss.
+
+        Raises AdapterError where the adapter as a whole cannot.
+        """
+        raise AdapterError(f"{self.type} has no files to lend parts of")
+
+    def fill(self, extent: DirectExtent, checksum: bytes = b"") -> Stored:
+        """The value is written and synced: it is there from now on. Ends the loan, also when it is refused or raises."""
+        raise AdapterError(f"{self.type} has no files to lend parts of")
+
+    def give_back(self, extent: DirectExtent) -> None:
+        """End a loan without a value, or a hold. For a loan: nobody writes there any more."""
+        raise AdapterError(f"{self.type} has no files to lend parts of")
+
+    def hold(self, identities: Sequence[Identity]) -> "list[DirectExtent | None]":
+        """Where these values lie, whose files keep their bytes until `give_back`; None where there is none that can be read so."""
+        return [None] * len(identities)
 
     def flush(self) -> Durability:
         """Make everything stored so far as durable as this adapter can, and say how durable that is."""

@@ -9,11 +9,13 @@ What a member holds under an identity that has meanwhile been stored on another 
 the way; a member that is away at that moment gets the delete when it is back, before it serves anything.
 """
 
+import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import xxhash
 
@@ -23,10 +25,12 @@ from kvd.tiers.adapters.base import (
     AdapterError,
     AdapterFull,
     Counters,
+    DirectExtent,
     Durability,
     Hit,
     Item,
     Loaded,
+    Reservation,
     Stored,
     Usage,
     Want,
@@ -272,6 +276,60 @@ class Stripe(Adapter):
                         seen.add(identity)
                         yield identity, hit
 
+    # ---- lending -----------------------------------------------------------------------------------------------------
+
+    def direct_roots(self) -> list[Path]:
+        return [root for member in self._members for root in member.adapter.direct_roots()]
+
+    def lend(self, wanted: Sequence[Reservation]) -> list[DirectExtent | str]:
+        answers: list[DirectExtent | str] = ["io_error"] * len(wanted)
+        left = dict.fromkeys(range(len(wanted)), 0)
+        last: AdapterError | None = None
+        while left:
+            shares: dict[int, list[int]] = {}
+            for i, tried in list(left.items()):
+                order = [member for member in self._order(wanted[i].identity) if self._works(member)]
+                if tried >= len(order):
+                    del left[i]
+                    continue
+                left[i] += 1
+                shares.setdefault(order[tried].seed, []).append(i)
+            for seed, share in shares.items():
+                member = self._members[seed]
+                try:
+                    lent = member.adapter.lend([wanted[i] for i in share])
+                except AdapterFull as error:
+                    lent, last = ["full"] * len(share), error
+                except AdapterError as error:
+                    self._failed(member, error)
+                    lent, last = ["io_error"] * len(share), error
+                for i, one in zip(share, lent, strict=True):
+                    answers[i] = one if isinstance(one, str) else dataclasses.replace(one, place=(member, one))
+                    if one not in ("full", "io_error"):
+                        del left[i]
+        if last is not None and not any(isinstance(answer, DirectExtent) for answer in answers):
+            raise last
+        return answers
+
+    def fill(self, extent: DirectExtent, checksum: bytes = b"") -> Stored:
+        member, inner = _lent_by(extent)
+        stored = member.adapter.fill(inner, checksum)
+        if stored.ok:
+            self._supersede(extent.identity, member)
+        return stored
+
+    def give_back(self, extent: DirectExtent) -> None:
+        member, inner = _lent_by(extent)
+        member.adapter.give_back(inner)
+
+    def hold(self, identities: Sequence[Identity]) -> list[DirectExtent | None]:
+        answers: list[DirectExtent | None] = []
+        for identity in identities:
+            held = self._holder(identity)
+            inner = held[0].adapter.hold([identity])[0] if held is not None else None
+            answers.append(None if held is None or inner is None else dataclasses.replace(inner, place=(held[0], inner)))
+        return answers
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
@@ -298,3 +356,10 @@ class Stripe(Adapter):
                 for m in self._members
             ]
         }
+
+
+def _lent_by(extent: DirectExtent) -> tuple[Member, DirectExtent]:
+    """The member that an extent is of, and the extent as it knows it."""
+    assert isinstance(extent.place, tuple)
+    member, inner = extent.place
+    return member, inner

@@ -10,6 +10,7 @@ region     one region file and its index pages
 writer     appending: lanes, and the way of a value into the catalog
 extents    writing groups of extents
 reader     loading and checking
+lending    extents lent to engines that write and read them past the daemon (GPU-direct)
 evict      making room
 files      making and reusing region files
 deletes    the log of what must stay dead

@@ -29,10 +29,12 @@ from kvd.tiers.adapters.base import (
     AdapterError,
     AdapterFull,
     Capabilities,
+    DirectExtent,
     Durability,
     Hit,
     Item,
     Loaded,
+    Reservation,
     Stored,
     Usage,
     Want,
@@ -47,6 +49,7 @@ from kvd.tiers.adapters.disk.files import RegionFiles, random_nonce
 from kvd.tiers.adapters.disk.format import region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
 from kvd.tiers.adapters.disk.housekeeping import Housekeeper
+from kvd.tiers.adapters.disk.lending import LendingDesk
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of
 from kvd.tiers.adapters.disk.region import Region, State
@@ -68,7 +71,7 @@ class DiskAdapter(Adapter):
     """A folder of region files; see the module."""
 
     type = "disk"
-    capabilities = Capabilities(evict=True, enumerate=True, durable=True, exact_usage=True, local_index=True)
+    capabilities = Capabilities(evict=True, enumerate=True, durable=True, direct_extents=True, exact_usage=True, local_index=True)
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class DiskAdapter(Adapter):
         self._writer: Writer
         self._reader: Reader
         self._house: Housekeeper
+        self._desk: LendingDesk
         self._syncer: Syncer
         self._hasher: ThreadPoolExecutor
         self._read_threads: ThreadPoolExecutor
@@ -165,6 +169,7 @@ class DiskAdapter(Adapter):
         self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool, self._read_threads)
         self._evictor.writer, self._evictor.reader = self._writer, self._reader
         self._house = Housekeeper(self._io, self.path, catalog, self._files, self._evictor)
+        self._desk = LendingDesk(self._io, catalog, self._files, self._writer, self._syncer.sync_region)
 
     def _floor(self) -> int:
         """Bytes that must stay free on the file system. Never raises: where it cannot be asked, 0."""
@@ -238,6 +243,7 @@ class DiskAdapter(Adapter):
             return
         self._house.stop()
         self._syncer.stop()
+        self._desk.close()
         self._writer.close()
         try:
             self._house.save_recency()
@@ -429,6 +435,28 @@ class DiskAdapter(Adapter):
                     if hit is not None:
                         yield identity, hit
 
+    # -- lending ---------------------------------------------------------------------------------------------------------
+
+    def direct_roots(self) -> list[Path]:
+        """See Adapter."""
+        return [self.path]
+
+    def lend(self, wanted: Sequence[Reservation]) -> list[DirectExtent | str]:
+        """See Adapter."""
+        return self._desk.lend(wanted)
+
+    def fill(self, extent: DirectExtent, checksum: bytes = b"") -> Stored:
+        """See Adapter."""
+        return self._desk.fill(extent, checksum, self.durability)
+
+    def give_back(self, extent: DirectExtent) -> None:
+        """See Adapter."""
+        self._desk.give_back(extent)
+
+    def hold(self, identities: Sequence[Identity]) -> list[DirectExtent | None]:
+        """See Adapter."""
+        return self._desk.hold(identities)
+
     # -- state -----------------------------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
@@ -463,6 +491,7 @@ class DiskAdapter(Adapter):
             "allocated_bytes": allocated,
             "preallocated": not self._files.sparse if self._lock_fd >= 0 else None,
             "stale_identities": stale,
+            "lent_bytes": self._desk.lent_bytes if self._lock_fd >= 0 else 0,
             "deletes_log_lines": self._deletes.lines if self._lock_fd >= 0 else 0,
             "recovery_s": round(self.recovery_s, 6),
         }

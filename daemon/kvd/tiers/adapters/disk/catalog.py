@@ -26,7 +26,19 @@ from kvd.tiers.adapters.disk.region import Region, State
 
 T = TypeVar("T")
 SLICE = 256
-EXTRA_COUNTERS = ("expired", "moved", "regions_evicted", "regions_spared", "torn_extents")
+EXTRA_COUNTERS = (
+    "expired",
+    "moved",
+    "regions_evicted",
+    "regions_spared",
+    "torn_extents",
+    "direct_stores",
+    "direct_store_bytes",
+    "direct_loads",
+    "direct_load_bytes",
+    "direct_given_back",
+    "unchecked",
+)
 """What this tier counts beyond what all tiers do."""
 
 

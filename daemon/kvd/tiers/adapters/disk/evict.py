@@ -27,7 +27,7 @@ from kvd.tiers.adapters.disk.catalog import Catalog, slices
 from kvd.tiers.adapters.disk.deletes import DeletesLog
 from kvd.tiers.adapters.disk.extents import Draft
 from kvd.tiers.adapters.disk.files import RegionFiles
-from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
+from kvd.tiers.adapters.disk.format import FLAG_NO_CHECKSUM, IndexEntry, extent_bytes
 from kvd.tiers.adapters.disk.index import Entry, at, unpack
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.region import Region, State
@@ -122,8 +122,10 @@ class Evictor:
     def _take_locked(self, region: Region) -> bool:
         """Make the region ours to drop."""
         if region.state is State.OPEN:
-            return self.writer.withdraw_locked(region)
-        return region.state is State.SEALED and not region.busy
+            region.leaving = not region.loans and self.writer.withdraw_locked(region)
+        else:
+            region.leaving = region.state is State.SEALED and not region.busy and not region.loans
+        return region.leaving
 
     def _evict_one(self, retention: int, moving: list[Draft]) -> bool:
         """Evict one region, leaving its hot values of the class wanted in `moving`; False where there is none to evict."""
@@ -131,6 +133,7 @@ class Evictor:
             region = self._victim_locked()
             if region is None:
                 return False
+            region.leaving = True
         records = self.records(region)
         rescued: list[Draft] = []
         if records is not None and retention >= 0 and not moving:
@@ -142,9 +145,10 @@ class Evictor:
     def _victim_locked(self) -> Region | None:
         now = self._catalog.clock_ns()
         sealed = [region for region in self._catalog.regions.values() if region.state is State.SEALED and not region.busy]
-        sealed.sort(key=lambda region: (region.retention, region.mark_tick, region.sequence))
+        # What is lent for writing is taken when there is nothing else: its file is unlinked then, and never used again.
+        sealed.sort(key=lambda region: (region.loans > 0, region.retention, region.mark_tick, region.sequence))
         for region in sealed:
-            if region.live == 0 or region.all_expired(now):
+            if not region.loans and (region.live == 0 or region.all_expired(now)):
                 return region
         last_of_class = {region.retention: region for region in sealed}
         for spared, region in enumerate(sealed):
@@ -155,7 +159,8 @@ class Evictor:
             region.mark_tick = self._catalog.tick
             region.hot_bytes = 0
             self._catalog.counters.extra["regions_spared"] += 1
-        for region in sorted(self._catalog.regions.values(), key=lambda region: (region.retention, region.mark_tick)):
+        everything = self._catalog.regions.values()
+        for region in sorted(everything, key=lambda region: (region.loans > 0, region.retention, region.mark_tick)):
             if region.state is State.OPEN and self.writer.withdraw_locked(region):
                 return region
         return None
@@ -187,9 +192,9 @@ class Evictor:
                 found = None
                 self._catalog.counters.io_errors += 1
             if found is not None:
-                drafts.append(
-                    Draft(record.identity, found[1], entry.retention, entry.expires_ns, sequence, entry.tick, note=entry.note)
-                )
+                draft = Draft(record.identity, found[1], entry.retention, entry.expires_ns, sequence, entry.tick, note=entry.note)
+                draft.unchecked = bool(found[0].flags & FLAG_NO_CHECKSUM)
+                drafts.append(draft)
         return drafts
 
     def _claim_to_move(self, region: Region, record: IndexEntry) -> int:

@@ -17,6 +17,7 @@ from kvd.store.identity import Identity
 from kvd.tiers.adapters.disk.buffers import ZEROS, BufferPool, address, copy
 from kvd.tiers.adapters.disk.format import (
     FLAG_INLINE,
+    FLAG_NO_CHECKSUM,
     INLINE_MAX,
     PAGE,
     ExtentHeader,
@@ -55,6 +56,8 @@ class Draft:
     """Where in that list."""
     aligned: bool | None = None
     """Whether O_DIRECT can use its memory, once that is known."""
+    unchecked: bool = False
+    """Its checksum is absent, and stays so: nobody knows whether these are the bytes that were written."""
     region: Region | None = None
     """Where it is, once it is written."""
     reason: str = ""
@@ -182,9 +185,12 @@ class ExtentWriter:
     def _header(self, region: Region, draft: Draft, offset: int) -> ExtentHeader:
         """The draft's header at `offset`; waits for its checksum."""
         checksum = payload_checksum(draft.data) if draft.hashing is None else draft.hashing.result()[draft.hashing_at]
+        flags = FLAG_INLINE if draft.inline else 0
+        if draft.unchecked:
+            checksum, flags = bytes(len(checksum)), flags | FLAG_NO_CHECKSUM
         return ExtentHeader(
             region.sequence, region.nonce, offset, draft.sequence, len(draft.data), draft.expires_ns, draft.identity, checksum,
-            self._clock_ns(), region.epoch, draft.retention, FLAG_INLINE if draft.inline else 0, note=draft.note,
+            self._clock_ns(), region.epoch, draft.retention, flags, note=draft.note,
         )  # fmt: skip
 
 

@@ -145,10 +145,10 @@ class RegionFiles:
         with catalog.changed:
             # From here on nobody pins it: nothing in the index names it, and it is GONE.
             pinned = region.pins > 0
-        if not pinned and region.whole and self._empty(region):
+        if not pinned and region.whole and region.reusable and self._empty(region):
             with catalog.changed:
                 catalog.free_slot_locked(region)
-            self._keep_or_remove(FreeFile(region.path, region.fd, region.size, stable=self._sync))
+            self._keep_or_remove(FreeFile(region.path, region.fd, region.size, stable=self._sync or region.unchecked))
             return True
         return self._unlink(region)
 
@@ -156,7 +156,9 @@ class RegionFiles:
         """Zero the header page, which voids the file."""
         try:
             write_fully(self.io, region.fd, [aligned_page(bytes(PAGE))], 0)
-            if self._sync:
+            # Were the old header to come back after a power cut, checksums would tell new bytes from old values; where there
+            # are none, it must not come back.
+            if self._sync or region.unchecked:
                 self.io.fdatasync(region.fd)
             return True
         except OSError:

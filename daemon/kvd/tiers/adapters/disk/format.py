@@ -32,7 +32,8 @@ KIND_BLANK = 0
 """Only in index pages: an entry that means nothing."""
 KIND_VALUE = 1
 KIND_RESERVED = 2
-"""An extent that was lent for writing and is not finished: its length is passed over, and it is no value."""
+"""An extent that was lent for writing and is not finished: its length is passed over, and it is no value. In an index page:
+the daemon that lent it has died, and the borrower may still be writing."""
 
 FLAG_INLINE = 1
 """The value lies behind the extent header, in the same page."""
@@ -222,8 +223,13 @@ class IndexEntry(NamedTuple):
 
 
 def blank_entry() -> bytes:
-    """An entry that means nothing (kind 0): it fills an index page that was mended."""
+    """An entry that means nothing (kind 0): it fills an index page that was mended, or stands for a loan that was given back."""
     return bytes(ENTRY_BYTES)
+
+
+def reserved_entry(offset: int, length: int, retention: int) -> bytes:
+    """The entry of an extent that was lent when its daemon died: no value, but its file must not be used again."""
+    return _ENTRY.pack(bytes(IDENTITY_BYTES), 0, offset, length, 0, 0, KIND_RESERVED, retention, 0, 0)
 
 
 @dataclass(frozen=True)

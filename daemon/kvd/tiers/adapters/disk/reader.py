@@ -237,7 +237,7 @@ class Reader:
 
     def _check(self, read: _Read, page: memoryview) -> Loaded:
         header = ExtentHeader.unpack(page)
-        if header is None or not _is(header, read.region, read.entry.offset, read.identity, read.entry.length):
+        if header is None or not is_of(header, read.region, read.entry.offset, read.identity, read.entry.length):
             return Loaded.CORRUPT
         if header.flags & FLAG_INLINE:
             payload = page[EXTENT_HEADER_BYTES : EXTENT_HEADER_BYTES + header.length]
@@ -263,7 +263,7 @@ class Reader:
         if read_fully(self._io, region.fd, [whole], entry.offset) != size:
             return None
         header = ExtentHeader.unpack(whole[:PAGE])
-        if header is None or not _is(header, region, entry.offset, identity, entry.length):
+        if header is None or not is_of(header, region, entry.offset, identity, entry.length):
             return None
         start = EXTENT_HEADER_BYTES if header.flags & FLAG_INLINE else PAGE
         payload = whole[start : start + entry.length]
@@ -272,7 +272,7 @@ class Reader:
         return None
 
 
-def _is(header: ExtentHeader, region: Region, offset: int, identity: Identity, length: int) -> bool:
+def is_of(header: ExtentHeader, region: Region, offset: int, identity: Identity, length: int) -> bool:
     """Whether the header is the one of this very extent, and agrees with itself on where the payload lies."""
     inline = bool(header.flags & FLAG_INLINE)
     return (
@@ -303,7 +303,7 @@ class _Progress:
             return
         if header is not None:
             found = ExtentHeader.unpack(header)
-            if found is not None and _is(found, read.region, read.entry.offset, read.identity, read.entry.length):
+            if found is not None and is_of(found, read.region, read.entry.offset, read.identity, read.entry.length):
                 self._header = found
         if self._header is None or count < size:
             self._results[read.number] = Loaded.CORRUPT

@@ -26,11 +26,13 @@ from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.format import (
     ENTRY_DTYPE,
+    FLAG_NO_CHECKSUM,
     FORMAT_VERSION,
     INLINE_MAX,
     PAGE,
     RegionHeader,
     region_sequence,
+    reserved_entry,
 )
 from kvd.tiers.adapters.disk.index import MAX_REGION_BYTES, pack
 from kvd.tiers.adapters.disk.recency import Recency
@@ -128,6 +130,10 @@ def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     region = Region(slot, file.path, file.fd, header.region_bytes, header.retention, header.sequence, header.nonce)
     region.state = State.SEALED
     region.whole = file.size == header.region_bytes
+    # The process that such an extent was lent to may outlive the daemon, and a write of its own may still be under way.
+    region.reusable = not scan.reserved
+    listed = np.bitwise_and(scan.indexed["flags"], FLAG_NO_CHECKSUM).any()
+    region.unchecked = bool(listed) or any(entry.flags & FLAG_NO_CHECKSUM for entry in scan.walked)
     region.epoch = scan.epoch + 1
     region.data_end = scan.data_end
     region.durable = durable
@@ -142,6 +148,8 @@ def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     pending = [Pending(entry.pack(), entry.offset, scan.indexed_epoch) for entry in known]
     walked = zip(scan.walked, scan.epochs, strict=True)
     pending += [Pending(entry.pack(), entry.offset, epoch) for entry, epoch in walked if entry.offset >= scan.covered]
+    lent = [(reserved_entry(at, length, header.retention), at, epoch) for at, length, epoch in scan.reserved if at >= scan.covered]
+    pending += [Pending(*one) for one in lent]
     region.pending = sorted(pending, key=lambda one: one.start)
     return region
 

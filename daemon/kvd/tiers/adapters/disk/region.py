@@ -15,10 +15,9 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
 from kvd.store.identity import Identity
-from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, PAGE, IndexEntry, IndexPage, index_pages
+from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, FLAG_NO_CHECKSUM, PAGE, IndexEntry, IndexPage, blank_entry, index_pages
 from kvd.tiers.adapters.disk.storage import Storage, write_fully
 
 WALK_BYTES_MAX = 64 << 20
@@ -36,11 +35,12 @@ class State(Enum):
     """Evicted; its entries are out of the index. The file lives on while readers have it pinned."""
 
 
-class Pending(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Pending:
     """An extent that waits for its index page."""
 
-    packed: bytes
-    """Its index entry."""
+    packed: bytes | None
+    """Its index entry; None while it is lent for writing: no index page covers it, nor what follows it."""
     start: int
     epoch: int
 
@@ -62,6 +62,14 @@ class Region:
     pins: int = 0
     whole: bool = True
     """The file has the size it should have, so that it can be used again."""
+    loans: int = 0
+    """Extents lent for writing past us and not given back; each is also a pin."""
+    reusable: bool = True
+    """False where somebody we do not know of may still write into the file (a loan that a dead daemon had made)."""
+    unchecked: bool = False
+    """It has, or had, a value without a checksum: nothing but the header's absence voids that, so it must be gone stably."""
+    leaving: bool = False
+    """Chosen to be given up: nothing becomes visible in it any more."""
     unlinked: bool = False
     """The file has no name any more: whoever ends the last pin closes it."""
     data_end: int = PAGE
@@ -122,7 +130,15 @@ class Region:
     def appended(self, entries: list[IndexEntry], end: int) -> None:
         """Extents were written up to `end`. The owner of `busy` only."""
         self.pending.extend(Pending(entry.pack(), entry.offset, self.epoch) for entry in entries)
+        self.unchecked |= any(entry.flags & FLAG_NO_CHECKSUM for entry in entries)
         self.data_end = end
+
+    def reserved(self, end: int) -> Pending:
+        """An extent up to `end` was lent. The owner of `busy` only."""
+        pending = Pending(None, self.data_end, self.epoch)
+        self.pending.append(pending)
+        self.data_end = end
+        return pending
 
     def write_index(self, io: Storage, *, partial: bool) -> None:
         """Write index pages that are full and, if `partial`, the one that is not. Raises OSError. The owner of `busy` only.
@@ -146,6 +162,7 @@ class Region:
     def _listable(self, limit: int) -> int:
         """How many of the pending entries may go to the next page."""
         count = min(len(self.pending), ENTRIES_PER_PAGE)
+        count = next((place for place, one in enumerate(self.pending[:count]) if one.packed is None), count)
         while count and self._end_of(count) > limit:
             count -= 1
         return count
@@ -158,7 +175,13 @@ class Region:
         # The page has the epoch of its last extent, so that what follows it in the file is judged by that.
         listed = self.pending[:count]
         page = IndexPage(
-            self.sequence, self.nonce, self.pages, listed[-1].epoch, self.covered, stop, b"".join(one.packed for one in listed)
+            self.sequence,
+            self.nonce,
+            self.pages,
+            listed[-1].epoch,
+            self.covered,
+            stop,
+            b"".join(one.packed or blank_entry() for one in listed),
         ).pack()
         write_fully(io, self.fd, [aligned_page(page)], self.size - (self.pages + 1) * PAGE)
         self.indexed_end = stop

@@ -23,6 +23,7 @@ from kvd.tiers.adapters.disk.format import (
     EXTENT_HEADER_BYTES,
     FLAG_INLINE,
     FLAG_NO_CHECKSUM,
+    KIND_RESERVED,
     KIND_VALUE,
     PAGE,
     ExtentHeader,
@@ -70,6 +71,8 @@ class Scan:
     """Where the entries that are in no full index page begin."""
     gaps: list[Gap] = field(default_factory=list)
     """Index pages that could not be used although others follow them."""
+    reserved: list[tuple[int, int, int]] = field(default_factory=list)
+    """(offset, length, epoch) of extents that were lent for writing and never filled."""
     torn: int = 0
     """Extents with a sound header whose payload is not the one that was written."""
 
@@ -115,7 +118,11 @@ def scan_region(io: Storage, source: Source, pool: BufferPool) -> Scan:
         if page.count == ENTRIES_PER_PAGE:
             scan.full_pages, scan.covered = page.number + 1, at
     scan.indexed_end, scan.indexed_epoch = at, scan.epoch
-    scan.indexed = _sound(np.frombuffer(b"".join(blocks), ENTRY_DTYPE), source)
+    rows = np.frombuffer(b"".join(blocks), ENTRY_DTYPE)
+    scan.reserved = [
+        (offset, length, scan.epoch) for offset, length in rows[rows["kind"] == KIND_RESERVED][["offset", "length"]].tolist()
+    ]
+    scan.indexed = _sound(rows, source)
     scan.data_end = _walk(io, source, scan, pool, at, source.size)
     return scan
 
@@ -188,7 +195,7 @@ def _walk(io: Storage, source: Source, scan: Scan, pool: BufferPool, start: int,
                 break
             entry = header.entry(0)
             if header.kind != KIND_VALUE:
-                pass
+                scan.reserved.append((header.offset, header.length, header.epoch))
             elif verify_payload(io, source, entry, pool) is False:
                 scan.torn += 1
             else:

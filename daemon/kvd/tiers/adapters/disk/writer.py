@@ -60,7 +60,7 @@ class Writer:
         with self._catalog.changed:
             return [region for lanes in self._lanes.values() for region in lanes]
 
-    def _acquire(self, retention: int, size: int) -> Region:
+    def acquire(self, retention: int, size: int) -> Region:
         """An open region of this class with room for `size` bytes, owned by the caller. Raises OSError, AdapterError."""
         changed = self._catalog.changed
         while True:
@@ -98,7 +98,8 @@ class Writer:
                     self._lanes[retention].append(region)
                 self._catalog.changed.notify_all()
 
-    def _release(self, region: Region) -> None:
+    def release(self, region: Region) -> None:
+        """End what `acquire` began; a lane that keeps failing is sealed."""
         with self._catalog.changed:
             give_up = region.failures >= _FAILURES_MAX
             if give_up:
@@ -144,7 +145,7 @@ class Writer:
         queue = list(drafts)
         while queue:
             try:
-                region = self._acquire(queue[0].retention, queue[0].size)
+                region = self.acquire(queue[0].retention, queue[0].size)
             except (OSError, AdapterError) as error:
                 reason = reason_of(error) if isinstance(error, OSError) else "full"
                 for draft in queue:
@@ -153,7 +154,7 @@ class Writer:
             try:
                 failed = not self.append_to(region, queue)
             finally:
-                self._release(region)
+                self.release(region)
             if failed:
                 return
 
