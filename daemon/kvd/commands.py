@@ -329,8 +329,20 @@ def verify(paths: list[Path], repair: bool, json: bool) -> None:
             emit(f"{path}")
             for name, value in asdict(report).items():
                 emit(f"  {name:24} {value if not isinstance(value, list) else len(value)}")
+                _list_some(value if isinstance(value, list) else [])
     if any(not report.sound for _, report in reports):
         raise typer.Exit(Exit.FAILED)
+
+
+VERIFY_LINES = 20
+"""Values that `kvd verify` names of each kind; --json names all."""
+
+
+def _list_some(names: list[str]) -> None:
+    for name in names[:VERIFY_LINES]:
+        emit(f"    {name}")
+    if len(names) > VERIFY_LINES:
+        emit(f"    and {len(names) - VERIFY_LINES} more; --json names all")
 
 
 def _say(json: bool, schema: str, body: dict[str, object], sentence: str) -> None:

@@ -206,6 +206,7 @@ class Daemon:
             try:
                 self.store.tick()
                 self.tiering.tick()
+                self.operations.direct.tick()
                 if time.monotonic() - self._published > HEARTBEAT_S:
                     self._publish()
             except Exception:  # a tick edge: the next one may do better, and must come

@@ -14,6 +14,8 @@ from kvd.wire import protocol as p
 
 MAX_LOOKUPS = 1 << 20
 """Keys times namespaces of one `Prefix`: about a tenth of a second's work."""
+MAX_EXTENTS = 1024
+"""Extents of files in one request: each costs the disk a page."""
 _NAMES = f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}"
 _BATCH = f"at most {p.MAX_BATCH} keys in one request"
 
@@ -30,7 +32,7 @@ def _keys(m: Any) -> str:
     return _BATCH if len(m.keys) > p.MAX_BATCH else ""
 
 
-def _written(m: p.Commit | p.PutInline) -> str:
+def _written(m: p.Commit | p.PutInline | p.DirectReserve) -> str:
     if why := _keys(m):
         return why
     if any(len(key) != KEY_BYTES for key in m.keys):
@@ -70,6 +72,28 @@ def _prefix(m: p.Prefix) -> str:
     return ""
 
 
+def _direct_reserve(m: p.DirectReserve) -> str:
+    if why := _direct_keys(m) or _written(m):
+        return why
+    return (
+        "keys and lengths differ in number, or one is negative"
+        if len(m.keys) != len(m.lengths) or min(m.lengths, default=0) < 0
+        else ""
+    )
+
+
+def _direct_keys(m: Any) -> str:
+    if len(m.keys) > MAX_EXTENTS:
+        return f"at most {MAX_EXTENTS} extents in one request"
+    return _NAMES if len(m.namespace) != NAMESPACE_BYTES or any(len(key) != KEY_BYTES for key in m.keys) else ""
+
+
+def _direct_commit(m: p.DirectCommit) -> str:
+    if len(m.serials) > MAX_EXTENTS or (m.checksums and len(m.checksums) != len(m.serials)):
+        return f"at most {MAX_EXTENTS} extents in one request, and a checksum for each or none"
+    return "" if all(len(one) in (0, 16) for one in m.checksums) else "a checksum is 16 bytes, or empty"
+
+
 def _optional(m: p.Clear | p.Keys | p.Flush) -> str:
     return "" if not m.namespace or len(m.namespace) == NAMESPACE_BYTES else _NAMES
 
@@ -93,4 +117,7 @@ _CHECKS: dict[type[p.Request], Callable[[Any], str]] = {
     p.Clear: _optional,
     p.Keys: _optional,
     p.Flush: _flush,
+    p.DirectReserve: _direct_reserve,
+    p.DirectCommit: _direct_commit,
+    p.DirectHold: _direct_keys,
 }

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvd.service import rounds
+from kvd.service.direct import DirectDesk
 from kvd.service.faults import fault
 from kvd.service.gather import Gathering
 from kvd.service.histogram import OPERATION_BOUNDS_S, Histogram
@@ -75,6 +76,7 @@ class Operations:
         self.drain: Callable[[], Awaitable[tuple[Durability, int]]] | None = None
         self.tokens: dict[bytes, Gathering] = {}
         """Prefixes pinned and not claimed yet, by the 16 random bytes that claim them, from any connection."""
+        self.direct = DirectDesk(store, tiering, lease_s=LEASE_S)
         self._methods: dict[type[p.Request], Callable[[Connection, Any], RESULT]] = {
             p.Exists: self.exists,
             p.Lease: self.lease,
@@ -96,6 +98,11 @@ class Operations:
             p.Ping: self.ping,
             p.Where: self.where,
             p.Unpin: self.unpin,
+            p.DirectReserve: lambda link, m: self._may_write(link, m) or self.direct.reserve(link, m),
+            p.DirectCommit: self.direct.commit,
+            p.DirectAbort: self.direct.abort,
+            p.DirectHold: self.direct.hold,
+            p.DirectRelease: self.direct.release,
         }
         self.seconds = {word: Histogram(OPERATION_BOUNDS_S) for word in TIMED.values()}
         self._observe = {kind: self.seconds[word].observe for kind, word in TIMED.items()}
@@ -121,7 +128,8 @@ class Operations:
         return self._methods[kind](link, request)
 
     def welcome(self, session: bytes) -> p.Welcome:
-        return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), self.store.arena.capacity, session, LEASE_S, self.instance)
+        capacity, roots = self.store.arena.capacity, self.direct.roots()
+        return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), capacity, session, LEASE_S, self.instance, roots)
 
     def descriptor(self, write: bool) -> int:
         arena = self.store.arena
@@ -129,13 +137,18 @@ class Operations:
 
     def lost(self, link: Connection) -> None:
         self.store.connection_lost(link.holder)
-        if not self.store.leases.waits_for(link.peer):
+        self.direct.connection_lost(link)
+        if not self.store.leases.waits_for(link.peer) and not self.direct.waits_for(link.peer):
             link.peer.close()
-        elif not link.peer.when_gone(asyncio.get_running_loop(), lambda: self.store.process_gone(link.peer)):
+        elif not link.peer.when_gone(asyncio.get_running_loop(), lambda: self._gone(link)):
             log.warning(
                 "pid %d left extents it may still write to, and this host cannot tell when it ends: kept apart", link.peer.pid
             )
         self.changed()
+
+    def _gone(self, link: Connection) -> None:
+        self.store.process_gone(link.peer)
+        self.direct.process_gone(link.peer)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -441,6 +454,8 @@ class Operations:
     # ---- removing and asking -----------------------------------------------------------------------------------------
 
     def delete(self, link: Connection, m: p.Delete) -> RESULT:
+        if not m.arena_only:
+            self.direct.void(m.namespace, m.keys)
         if m.arena_only or not self.tiering.tiers:
             return p.Count(m.id, self.store.delete(m.namespace, m.keys))
         return self._delete_everywhere(m)
@@ -456,6 +471,8 @@ class Operations:
         return p.Count(m.id, int(held.sum()))
 
     def clear(self, link: Connection, m: p.Clear) -> RESULT:
+        if not m.arena_only:
+            self.direct.void(m.namespace or None)
         return self._cleared(m)
 
     async def _cleared(self, m: p.Clear) -> p.Answer:

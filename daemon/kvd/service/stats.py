@@ -12,9 +12,11 @@ have one is bounded (`store.accounts`); the label is the first 12 hex digits, as
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvd.service.direct import DirectDesk
 from kvd.service.histogram import Changing, Histogram, Row
 from kvd.service.operations import Operations
 from kvd.service.server import Server
@@ -46,6 +48,9 @@ REASONS = (
     "retention_none",
     "expired",
     "draining",
+    "full",
+    "io_error",
+    "evicted",
 )
 """Why a put may be refused."""
 
@@ -62,6 +67,9 @@ class Table:
         ]
         for tier in tiering.tiers:
             self._fixed += _tier_rows(tier)
+            if tier.adapter.capabilities.direct_extents:
+                self._fixed += _direct_rows(tier)
+        self._fixed += _desk_rows(operations.direct)
 
     @property
     def version(self) -> int:
@@ -213,6 +221,38 @@ def _figures(held: _Held, account: Account) -> Sequence[tuple[str, str, str, str
         ("set_bytes_total", "counter", "bytes", "Bytes of the values stored, by namespace.", lambda: account.set_bytes),
         ("evictions_total", "counter", "", "Values evicted from the arena, by namespace.", lambda: account.evictions),
     )
+
+
+def _desk_rows(desk: DirectDesk) -> list[Row]:
+    table: list[Row] = []
+    counter, gauge = _makers(table)
+    gauge("direct_leases_active", "", "Read leases on extents of files (GPU-direct).", lambda: len(desk.leases))
+    gauge("direct_loans_active", "", "Extents of files lent for writing (GPU-direct).", lambda: len(desk.loans))
+    gauge("direct_loans_quarantined", "", "Of these, such whose borrower may still be writing.", lambda: desk.quarantine)
+    counter("direct_leases_revoked_total", "", "Read leases on extents ended by their deadline.", lambda: desk.revoked)
+    return table
+
+
+def _direct_rows(tier: Tier) -> list[Row]:
+    """What of a tier's work went past the daemon; it is in the tier's other counters too."""
+    table: list[Row] = []
+    counter, _ = _makers(table)
+    labels = {"tier": tier.name, "type": tier.adapter.type}
+    totals = {
+        "direct_stores": ("", "Values that engines wrote to it past the daemon."),
+        "direct_store_bytes": ("bytes", "Bytes of these."),
+        "direct_loads": ("", "Values that engines read from it past the daemon."),
+        "direct_load_bytes": ("bytes", "Bytes of these."),
+        "direct_given_back": ("", "Extents lent for writing and given back without a value."),
+        "unchecked": ("", "Values stored without a checksum."),
+    }
+    for name, (unit, text) in totals.items():
+        counter(f"tier_{name}_total", unit, text, partial(_extra, tier, name), **labels)
+    return table
+
+
+def _extra(tier: Tier, name: str) -> float:
+    return tier.adapter.counters.extra.get(name, 0)
 
 
 def _tier_rows(tier: Tier) -> list[Row]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvd.store.accounts import Account
 from kvd.store.arena import Arena
 from kvd.store.extents import PAGE, pages_of
 from kvd.store.identity import Identity
@@ -200,12 +201,7 @@ class Store:
         if old is not None:
             self._hide(old)
         slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
-        counts, account = self.counts, space.account
-        counts.sets += 1
-        counts.set_bytes += length
-        counts.sets_by[retention] += 1
-        account.sets += 1
-        account.set_bytes += length
+        self._count_set(space.account, retention, length)
         self.listener.stored(slot, old is not None)
 
     def _room(self, length: int) -> int | None:
@@ -290,6 +286,19 @@ class Store:
             return
         for slot in self.index.unpin(slots):
             self._free_slot(slot)
+
+    def _count_set(self, account: Account, retention: Retention, length: int) -> None:
+        counts = self.counts
+        counts.sets += 1
+        counts.set_bytes += length
+        counts.sets_by[retention] += 1
+        account.sets += 1
+        account.set_bytes += length
+
+    def count_set(self, namespace: bytes, retention: Retention, length: int) -> None:
+        """Account for a value that was stored past the arena."""
+        space = self.index.spaces.get(namespace)
+        self._count_set(self.index.accounts.other if space is None else space.account, retention, length)
 
     def count(self, namespace: bytes, hits: int, misses: int, size: int) -> None:
         """Account for one look-up that was meant to read."""

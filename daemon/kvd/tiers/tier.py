@@ -496,6 +496,24 @@ class Tier:
         for listener in listeners:
             listener(self.store.monotonic() - begun)
 
+    async def lending(self, function: Callable[..., T], *args: object) -> T:
+        """Run one of the adapter's methods for I/O past the daemon. Raises AdapterError, which counts against the breaker."""
+        if self._closing or self.broken:
+            raise AdapterError(f"tier {self.name} does not work now")
+        call = object()
+        self._calls[call] = self.store.monotonic()
+        self._loads_under_way += 1
+        try:
+            return await self._loop.run_in_executor(self._loads, function, *args)
+        except AdapterFull:
+            raise
+        except AdapterError as error:
+            self._failed(error.message)
+            raise
+        finally:
+            self._loads_under_way -= 1
+            del self._calls[call]
+
     async def call(self, function: Callable[..., T], *args: object) -> T:
         """Run one of the adapter's other methods on its load threads."""
         return await self._loop.run_in_executor(self._loads, function, *args)

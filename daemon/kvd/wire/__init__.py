@@ -7,4 +7,5 @@ client      Client: synchronous, thread-safe, reconnects
 putter      a client's puts: windows, extents lent ahead
 aclient     AsyncClient: the same for asyncio
 leases      ReadLease and WriteLease: zero-copy views with an end
+direct      DirectRead and DirectWrite: parts of a tier's files, for I/O past the daemon
 """

@@ -22,6 +22,7 @@ from kvd.store.identity import check_key, check_keys, namespace_of
 from kvd.store.retention import Retention, expiry_ns
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter, default_socket
+from kvd.wire.direct import DirectRead, DirectWrite
 from kvd.wire.leases import ReadLease, WriteLease
 from kvd.wire.mapping import flat
 from kvd.wire.putter import DURABILITY, Ahead, Buffer, PutResult, Putter, fill, put_one, split
@@ -345,6 +346,37 @@ class Client:
     def unpin(self, token: bytes, *, namespace: str | bytes | None = None) -> None:
         """Let go of what a token pins in a namespace, when its values were read by key. No round trip; an ended token is fine."""
         self.connect().tell(p.Unpin(0, token, self._space(namespace)))
+
+    # ---- past the daemon ---------------------------------------------------------------------------------------------
+
+    def direct_write(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        *,
+        retention: str = "long",
+        ttl_s: float | None = None,
+        namespace: str | bytes | None = None,
+    ) -> DirectWrite:
+        """Room in a tier's files for values that the caller writes itself; None in `extents` where there is none."""
+        klass, space = Retention.of(retention), self._space(namespace)
+        request = p.DirectReserve(0, space, check_keys(keys), list(lengths), klass, expiry_ns(ttl_s))
+        link = self._writer()
+        if not link.welcome.roots:
+            return DirectWrite(link, lengths, p.DirectLent(0, [(0, 0, "", 0, 0)] * len(keys), ["no_tier"] * len(keys)))
+        return DirectWrite(link, lengths, link.call(request, p.DirectLent))
+
+    def direct_read(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> DirectRead:
+        """Where values lie in a tier's files, under a lease; None in `extents` for what is not (it may be in the arena)."""
+        space, wanted = self._space(namespace), check_keys(keys)
+
+        def hold(link: Connection) -> DirectRead:
+            asked = time.monotonic()
+            if not link.welcome.roots:
+                return DirectRead(link, asked, p.DirectHeld(0, 0, [None] * len(wanted)))
+            return DirectRead(link, asked, link.call(p.DirectHold(0, space, wanted), p.DirectHeld))
+
+        return self._again(hold)
 
     # ---- the rest ----------------------------------------------------------------------------------------------------
 

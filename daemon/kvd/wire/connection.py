@@ -294,6 +294,10 @@ class Connection:
             self.tell(p.Release(0, [answer.lease]))
         elif isinstance(answer, p.Lent | p.Committed) and answer.serials:
             self.tell(p.Abort(0, answer.serials))
+        elif isinstance(answer, p.DirectHeld) and answer.lease:
+            self.tell(p.DirectRelease(0, [answer.lease]))
+        elif isinstance(answer, p.DirectLent) and any(row[0] for row in answer.rows):
+            self.tell(p.DirectAbort(0, [row[0] for row in answer.rows if row[0]]))
         elif isinstance(answer, p.Failed) and answer.code == "bad_frame":
             self.close()
             raise ProtocolError(f"the daemon refused a frame: {answer.message}")

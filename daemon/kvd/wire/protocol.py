@@ -49,7 +49,10 @@ class Hello(Message, tag=1):
 
 
 class Welcome(Message, tag=2):
-    """First frame of the daemon. `lease_s`: how long a lease lasts unless renewed."""
+    """First frame of the daemon. `lease_s`: how long a lease lasts unless renewed.
+
+    `roots`: folders whose files it lends parts of, for I/O past it: (path as the daemon sees it, device, inode).
+    """
 
     version: int
     server: str
@@ -58,6 +61,7 @@ class Welcome(Message, tag=2):
     session: bytes
     lease_s: float
     instance: str
+    roots: list[tuple[str, int, int]] = []
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
@@ -207,6 +211,40 @@ class Unpin(Request, tag=29):
     namespace: bytes
 
 
+class DirectReserve(Request, tag=40):
+    """Lend room in files for values that the client writes itself. Each is a miss until it is committed."""
+
+    namespace: bytes
+    keys: list[bytes]
+    lengths: list[int]
+    retention: int
+    expires_ns: int = 0
+
+
+class DirectCommit(Request, tag=41):
+    """These values are written and synced. `checksums`: XXH3-128 of each, or empty where nobody has computed it."""
+
+    serials: list[int]
+    checksums: list[bytes] = []
+
+
+class DirectAbort(Request, tag=42):
+    """Nobody writes to these any more."""
+
+    serials: list[int]
+
+
+class DirectHold(Request, tag=43):
+    """Where these values lie in files, which keep their bytes until DirectRelease, or for `lease_s`."""
+
+    namespace: bytes
+    keys: list[bytes]
+
+
+class DirectRelease(Request, tag=44):
+    leases: list[int]
+
+
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +318,23 @@ class KeyPage(Answer, tag=59):
     more: bool
 
 
+class DirectLent(Answer, tag=65):
+    """Rows of (serial, root, file name, offset of the value, generation); serial 0 where a reason says why there is none.
+
+    `root` is a position in Welcome's roots.
+    """
+
+    rows: list[tuple[int, int, str, int, int]]
+    reasons: list[str]
+
+
+class DirectHeld(Answer, tag=66):
+    """Rows of (root, file name, offset of the value, length, generation, checksum or empty); None: not in a file now."""
+
+    lease: int
+    rows: list[tuple[int, str, int, int, int, bytes] | None]
+
+
 CODES = ("bad_frame", "bad_request", "no_room", "busy", "too_large", "lease_lost", "draining", "read_only", "timeout", "internal")
 
 AnyRequest = (
@@ -303,8 +358,13 @@ AnyRequest = (
     | Ping
     | Where
     | Unpin
+    | DirectReserve
+    | DirectCommit
+    | DirectAbort
+    | DirectHold
+    | DirectRelease
 )
-AnyAnswer = Failed | Flags | Leased | Lent | Committed | PrefixFound | Count | Done | Info | KeyPage
+AnyAnswer = Failed | Flags | Leased | Lent | Committed | PrefixFound | Count | Done | Info | KeyPage | DirectLent | DirectHeld
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(AnyRequest)

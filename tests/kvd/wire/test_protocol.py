@@ -28,6 +28,10 @@ OTHERS: dict[Any, st.SearchStrategy[Any]] = {
     list[tuple[bytes, int, int, int, str]]: st.lists(
         st.tuples(st.binary(max_size=64), U64, U64, U64, st.text(max_size=9)), max_size=3
     ),
+    list[tuple[int, int, str, int, int]]: st.lists(st.tuples(U64, U64, st.text(max_size=9), U64, U64), max_size=3),
+    list[tuple[int, str, int, int, int, bytes] | None]: st.lists(
+        st.one_of(st.none(), st.tuples(U64, st.text(max_size=9), U64, U64, U64, st.binary(max_size=16))), max_size=3
+    ),
 }
 REQUESTS = get_args(p.AnyRequest)
 ANSWERS = get_args(p.AnyAnswer)
@@ -69,6 +73,8 @@ def test_tags_are_the_protocol_and_never_change() -> None:
         "Stats": 24, "Keys": 25, "Drain": 26, "Ping": 27, "Where": 28, "Unpin": 29,
         "Failed": 50, "Flags": 51, "Leased": 52, "Lent": 53, "Committed": 54, "PrefixFound": 55, "Count": 56, "Done": 57,
         "Info": 58, "KeyPage": 59,
+        "DirectReserve": 40, "DirectCommit": 41, "DirectAbort": 42, "DirectHold": 43, "DirectRelease": 44,
+        "DirectLent": 65, "DirectHeld": 66,
     }  # fmt: skip
 
 

@@ -9,10 +9,25 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvd.store.identity import Identity
-from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Counters, Durability, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.base import (
+    Adapter,
+    AdapterError,
+    AdapterFull,
+    Counters,
+    DirectExtent,
+    Durability,
+    Hit,
+    Item,
+    Loaded,
+    Reservation,
+    Stored,
+    Usage,
+    Want,
+)
 from kvd.tiers.adapters.kind import Field, Kind, mapping, number, seconds, whole
 
 
@@ -86,6 +101,26 @@ class FaultInject(Adapter):
             self.counters.store_failures += len(items)
             raise AdapterFull(f"{self.name}: injected: no room")
         return self.inner.store(items)
+
+    def direct_roots(self) -> list[Path]:
+        return self.inner.direct_roots()
+
+    def lend(self, wanted: Sequence[Reservation]) -> list[DirectExtent | str]:
+        self._suffer("lend")
+        if self._hit_by("full", self.full_rate):
+            raise AdapterFull(f"{self.name}: injected: no room")
+        return self.inner.lend(wanted)
+
+    def fill(self, extent: DirectExtent, checksum: bytes = b"") -> Stored:
+        self._suffer("fill")
+        return self.inner.fill(extent, checksum)
+
+    def give_back(self, extent: DirectExtent) -> None:
+        self.inner.give_back(extent)
+
+    def hold(self, identities: Sequence[Identity]) -> list[DirectExtent | None]:
+        self._suffer("hold")
+        return self.inner.hold(identities)
 
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         if not self.capabilities.local_index:
