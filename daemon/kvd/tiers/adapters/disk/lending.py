@@ -253,7 +253,8 @@ class LendingDesk:
         catalog = self._catalog
         with catalog.changed:
             entry = None if self._closed else catalog.find_locked(identity, catalog.clock_ns())
-            if entry is None or entry.length <= INLINE_MAX:
+            if entry is None or entry.length <= INLINE_MAX or entry.note:
+                # One with a note is somebody's encoding of the value, and only that somebody can read it.
                 return None
             region = catalog.regions[entry.slot]
             region.pins += 1
