@@ -58,6 +58,7 @@ class FsAdapter(Adapter):
 
     type = "fs"
     capabilities = Capabilities(evict=True, enumerate=True, durable=True)
+    manifest = (MANIFEST, FORMAT, VERSION)
 
     def __init__(
         self,
@@ -99,24 +100,25 @@ class FsAdapter(Adapter):
 
     def _own(self) -> None:
         """Check the manifest, or write it into a folder that is empty."""
-        manifest = self.root / MANIFEST
+        name, kind, version = self.manifest
+        manifest = self.root / name
         if not manifest.exists():
             if others := sorted(e.name for e in os.scandir(self.root) if not e.name.startswith(".") and e.name != "lost+found"):
                 raise AdapterConfigError(
-                    f"{self.name}: {self.root} is no {FORMAT} folder and holds {others[0]!r}", hint="name an empty directory"
+                    f"{self.name}: {self.root} is no {kind} folder and holds {others[0]!r}", hint="name an empty directory"
                 )
-            draft = self.root / f".{MANIFEST}.{secrets.token_hex(8)}"
+            draft = self.root / f".{name}.{secrets.token_hex(8)}"
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                json.dump({"format": FORMAT, "version": VERSION}, file)
+                json.dump({"format": kind, "version": version}, file)
             draft.rename(manifest)
         try:
             body = json.loads(manifest.read_text())
             found = (body["format"], body["version"])
         except (ValueError, KeyError, TypeError):
             raise AdapterConfigError(f"{self.name}: {manifest} is damaged", hint="empty the directory to start anew") from None
-        if found != (FORMAT, VERSION):
+        if found != (kind, version):
             raise AdapterConfigError(
-                f"{self.name}: {self.root} holds {found[0]} version {found[1]}, this kvd reads {FORMAT} version {VERSION}",
+                f"{self.name}: {self.root} holds {found[0]} version {found[1]}, this kvd reads {kind} version {version}",
                 hint="name another directory, or empty this one",
             )
 
@@ -162,7 +164,7 @@ class FsAdapter(Adapter):
     def _store(self, item: Item) -> Stored:
         if expired(item.expires_ns, self._clock_ns()):
             return Stored(False, "expired")
-        total = envelope.SIZE + len(item.data)
+        total = self._total(len(item.data))
         if total > self.max_bytes:
             return Stored(False, "too_large")
         if not self._make_room(total):
@@ -192,9 +194,9 @@ class FsAdapter(Adapter):
     def _write(self, item: Item, head: bytes, total: int) -> None:
         temporary = self._fresh()
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _write_all(fd, head, item.data)
+                self._pour(fd, head, item)
                 if self.durability is Durability.FSYNC:
                     os.fsync(fd)
             finally:
@@ -244,9 +246,27 @@ class FsAdapter(Adapter):
         try:
             status = os.fstat(fd)
             head = envelope.open_head(os.pread(fd, envelope.SIZE, 0)) if stat.S_ISREG(status.st_mode) else None
-            return head if head is not None and status.st_size == envelope.SIZE + head.length else None
+            return head if head is not None and status.st_size == self._total(head.length) else None
         finally:
             os.close(fd)
+
+    def _total(self, length: int) -> int:
+        """Bytes of the file of a value of this length."""
+        return envelope.SIZE + length
+
+    def _pour(self, fd: int, head: bytes, item: Item) -> None:
+        """Write an empty file's content. Raises OSError."""
+        _write_all(fd, head, item.data)
+
+    def _draw(self, fd: int, size: int, want: Want) -> envelope.Head | None:
+        """Read a file of `size` bytes, and the value into its buffer where that is its length. Raises OSError."""
+        raw = bytearray(envelope.SIZE)
+        got = os.preadv(fd, [raw, want.into], 0)
+        head = envelope.open_head(raw)
+        if head is not None and head.length == len(want.into):
+            while got < size and (more := os.preadv(fd, [want.into[got - envelope.SIZE :]], got)):
+                got += more
+        return head
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         results = []
@@ -279,15 +299,11 @@ class FsAdapter(Adapter):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 return Loaded.CORRUPT
-            raw = bytearray(envelope.SIZE)
-            got = os.preadv(fd, [raw, want.into], 0)
-            head = envelope.open_head(raw)
-            if head is None or head.identity != want.identity or status.st_size != envelope.SIZE + head.length:
+            head = self._draw(fd, status.st_size, want)
+            if head is None or head.identity != want.identity or status.st_size != self._total(head.length):
                 return Loaded.CORRUPT
             if head.length != len(want.into) or expired(head.expires_ns, self._clock_ns()):
                 return Loaded.MISS
-            while got < status.st_size and (more := os.preadv(fd, [want.into[got - envelope.SIZE :]], got)):
-                got += more
             if not envelope.intact(head, want.into):
                 return Loaded.CORRUPT
             if time.time_ns() - status.st_mtime_ns > RENEW_S * 1e9:
@@ -427,11 +443,7 @@ class FsAdapter(Adapter):
     def flush(self) -> Durability:
         """Ask the kernel to write the whole file system back."""
         try:
-            fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                return Durability.FSYNC if _libc.syncfs(fd) == 0 else Durability.NONE
-            finally:
-                os.close(fd)
+            return Durability.FSYNC if sync_file_system(self.root) else Durability.NONE
         except OSError as error:
             raise AdapterError(f"{self.name}: cannot sync {self.root}: {error.strerror or error}") from None
 
@@ -440,6 +452,15 @@ class FsAdapter(Adapter):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def sync_file_system(root: Path) -> bool:
+    """Write back the file system that `root` lies on; False where the kernel could not. Raises OSError."""
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return bool(_libc.syncfs(fd) == 0)
+    finally:
+        os.close(fd)
 
 
 def _open(target: Path) -> int | None:
