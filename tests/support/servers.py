@@ -1,22 +1,28 @@
-"""Real servers for tests, on loopback and ports of their own: Redis (one, or a cluster of three) and moto's S3.
+"""Real servers for tests, on loopback and ports of their own: Redis (one, or a cluster of three), moto's S3, Mooncake.
 
 Each is started at once and waited for by whoever first needs it, so that several start side by side.
 """
 
+import importlib.util
+import os
 import random
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.processes import wait_until
+
+ENGINE = Path(__file__).resolve().parents[2] / ".venv-vllm"
 
 
 def free_port() -> int:
@@ -48,13 +54,18 @@ class Server:
     def command(self) -> list[str]:
         raise NotImplementedError
 
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
     def answers(self) -> bool:
         raise NotImplementedError
 
     def start(self) -> "Server":
         log = (self.folder / "log").open("ab")
         with log:
-            self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+            self.process = subprocess.Popen(
+                self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=self.environment()
+            )
         self._ready = False
         # In the middle of its exec it has no name yet, and who counts processes by name would miss it.
         cmdline = Path(f"/proc/{self.process.pid}/cmdline")
@@ -156,6 +167,137 @@ class RedisCluster:
     def remove(self) -> None:
         for node in self.nodes:
             node.remove()
+
+
+class MooncakePool(Server):
+    """mooncake_master, and a host that gives it 256 MiB of memory: two processes that live and die together."""
+
+    def __init__(self, memory: str = "256 MB") -> None:
+        super().__init__()
+        self.memory = memory
+        self.metrics = free_port()
+        self.host_port = free_port()
+        self.host: subprocess.Popen[bytes] | None = None
+        self._client: Any = None
+
+    def client(self) -> Any:
+        """A plain client of the pool in this process, connected when first asked for."""
+        if self._client is None:
+            import mooncake.store
+
+            client = mooncake.store.MooncakeDistributedStore()
+            code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{self.port}")
+            assert code == 0, f"Mooncake's client does not start (code {code})"
+            self._client = client
+        return self._client
+
+    def remove(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        super().remove()
+
+    @staticmethod
+    def _binary(name: str) -> str:
+        found = importlib.util.find_spec("mooncake")
+        if found is None or found.origin is None:
+            pytest.skip("needs the Python package mooncake-transfer-engine-non-cuda")
+        return str(Path(found.origin).with_name(name))
+
+    def command(self) -> list[str]:
+        ports = [f"--rpc_port={self.port}", f"--metrics_port={self.metrics}", "--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+        return [self._binary("mooncake_master"), *ports, "--rpc_thread_num=2", "--logtostderr"]
+
+    def start(self) -> "Server":
+        super().start()
+        self.start_host()
+        return self
+
+    def start_host(self) -> None:
+        """The process whose memory the pool is; it waits for the master by itself."""
+        words = [
+            f"--port={self.host_port}",
+            f"--global_segment_size={self.memory}",
+            f"--master_server_address=127.0.0.1:{self.port}",
+        ]
+        command = [self._binary("mooncake_client"), "--host=127.0.0.1", *words, "--metadata_server=P2PHANDSHAKE", "--logtostderr"]
+        with (self.folder / "host.log").open("ab") as log:
+            environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
+            self.host = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=environment
+            )
+        cmdline = Path(f"/proc/{self.host.pid}/cmdline")
+        wait_until(lambda: command[0].encode() in cmdline.read_bytes(), what="the host's process")
+        self._ready = False
+
+    def answers(self) -> bool:
+        """The host's memory is in the pool."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=5) as answer:
+                lines = answer.read().decode().splitlines()
+        except OSError:
+            return False
+        return any(line.startswith("master_total_capacity_bytes ") and not line.endswith(" 0") for line in lines)
+
+    def kill(self) -> None:
+        self.kill_host()
+        super().kill()
+
+    def kill_host(self) -> None:
+        if self.host is not None:
+            self.host.send_signal(signal.SIGCONT)
+            self.host.kill()
+            self.host.wait(10)
+            self.host = None
+
+    def freeze_host(self) -> None:
+        assert self.host is not None
+        self.host.send_signal(signal.SIGSTOP)
+
+    def thaw_host(self) -> None:
+        assert self.host is not None
+        self.host.send_signal(signal.SIGCONT)
+
+
+LMCACHE = """
+import runpy, socket
+bind = socket.socket.bind
+def reuse(self, address):
+    self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return bind(self, address)
+socket.socket.bind = reuse
+runpy.run_module("lmcache.v1.server", run_name="__main__")
+"""
+"""LMCache's server as it is, but that it can be started again at once where it was killed."""
+
+
+class LmcacheServer(Server):
+    """LMCache's own remote server. It needs torch, so it runs in the engine's environment."""
+
+    def command(self) -> list[str]:
+        python = ENGINE / "bin" / "python"
+        if not (ENGINE / "lmcache").is_dir():
+            pytest.skip("needs the engine's environment with LMCache: make .venv-vllm/.ready")
+        return [str(python), "-c", LMCACHE, "127.0.0.1", str(self.port)]
+
+    def environment(self) -> dict[str, str]:
+        quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+        return {**os.environ, "PYTHONPATH": str(ENGINE / "lmcache"), **quiet}
+
+    def ask(self, command: int, key: str, body: bytes = b"") -> bytes | None:
+        """One command, past the adapter: the value that came (b"" for the answer to HEALTH), None for FAIL."""
+        frame = struct.pack("<9i150s", command, len(body), 4, 6, 0, len(body), 0, 0, 0, key.encode().ljust(150))
+        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as link, link.makefile("rb") as answers:
+            link.sendall(frame + body)
+            if command == 1:
+                link.sendall(struct.pack("<9i150s", 5, 0, 4, 6, 0, 0, 0, 0, 0, key.encode().ljust(150)))
+            code, length = struct.unpack("<9i", answers.read(36))[:2]
+            return answers.read(length) if code == 200 else None
+
+    def answers(self) -> bool:
+        try:
+            return self.ask(5, "kvd@1@0@00@uint8") == b""
+        except (OSError, struct.error):
+            return False
 
 
 class MotoServer(Server):

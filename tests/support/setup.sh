@@ -63,7 +63,9 @@ new_environment() {
 base() {
   new_environment .venv
   say "installing kvtools and its tests into .venv"
-  quietly .venv/bin/python -m pip install --editable '.[gate,redis,s3,serde]' --group dev
+  quietly .venv/bin/python -m pip install --editable '.[gate,redis,s3,hf,serde]' --group dev
+  # Without what it asks for: a torch for CUDA and a second build of itself. It loads and moves bytes without either.
+  quietly .venv/bin/python -m pip install --no-deps 'nixl==1.5.2' 'nixl-cu12==1.5.1'
   touch .venv/.ready
 }
 
@@ -73,6 +75,9 @@ engine() {
   # torch first and by itself: the CPU build must be there before anything asks for "torch" and gets a CUDA one.
   quietly .venv-vllm/bin/python -m pip install 'torch==2.13.0'
   quietly .venv-vllm/bin/python -m pip install --requirement tests/vllm-requirements.txt --editable . --group test
+  # LMCache's server for the tier of that name: it needs torch, and nothing else that is not here already. In a folder of its
+  # own, so that the engine does not see it.
+  quietly .venv-vllm/bin/python -m pip install --no-deps --upgrade --target .venv-vllm/lmcache 'lmcache==0.5.6'
   # The engine's metadata pulls these in; built for another torch, they fail to import and take transformers with them.
   # Nothing that works on text misses them.
   quietly .venv-vllm/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec

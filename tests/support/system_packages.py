@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from ctypes.util import find_library
 from dataclasses import dataclass
 
 
@@ -35,6 +36,7 @@ PACKAGES = (
     Package("xfsprogs", _command("mkfs.xfs"), "kvdoctor on a real XFS"),
     Package("btrfs-progs", _command("mkfs.btrfs"), "kvdoctor on a real Btrfs"),
     Package("redis-server", _command("redis-server"), "the tier on a real Redis"),
+    Package("libibverbs1", lambda: find_library("ibverbs") is not None, "the tier on a real Mooncake pool"),
     Package("kmod", _command("modinfo"), "kvdoctor on real kernel modules"),
 )
 

@@ -78,6 +78,7 @@ class Tiering:
         for adapter in adapters:
             tier = Tier(adapter, self.store, changed=self._progress)
             self.tiers.append(tier)
+            adapter.attach(self.store.arena.view)
             await tier.open()
 
     async def close(self, deadline_s: float) -> None:

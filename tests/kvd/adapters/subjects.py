@@ -19,6 +19,10 @@ from kvd.tiers.adapters.dax import DaxAdapter, MapMedium
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.mock import MockAdapter
+from kvd.tiers.adapters.mooncake import MooncakeAdapter, load_library
+from kvd.tiers.adapters.nixl import Transfers
+from kvd.tiers.adapters.nixl_dynamic import NixlDynamicAdapter
+from kvd.tiers.adapters.nixl_store import NixlStoreAdapter
 from kvd.tiers.adapters.raw_block import FileMedium, RawBlockAdapter
 
 
@@ -36,6 +40,8 @@ class Subject(ABC):
     """Bytes behind a value's end are nobody's: they do not matter."""
     needs = ""
     """The server it lives on."""
+    part = ""
+    """The real part it stands for, where that is not a server."""
 
     def __init__(self, folder: Path, server: Any = None) -> None:
         self.folder = folder
@@ -181,6 +187,57 @@ class Dax(RawBlock):
         return DaxAdapter("dax", medium, slot, where=str(self.folder / "slots"), eviction=eviction)
 
 
+class NixlStore(Subject):
+    """A pool of 12 KiB files, or of files as large as need be where there is room."""
+
+    indexed = True
+    slack = True
+    part = "nixl"
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        size = 0 if max_bytes > 8 << 20 else (12 << 10)
+        transfers = Transfers("nixl", "nixl_store", "POSIX", {})
+        files = max_bytes // size if size else 256
+        return NixlStoreAdapter("nixl", self.folder / "pool", files, transfers, file_size=size, eviction=eviction)
+
+    def _file(self, identity: Identity) -> Path:
+        (found,) = (one for one in (self.folder / "pool").glob("obj_*") if one.read_bytes()[8:72] == identity)
+        return found
+
+    def raw(self, identity: Identity) -> bytes:
+        raw = self._file(identity).read_bytes()
+        return raw[:128] + raw[4096 : 4096 + int.from_bytes(raw[72:80], "little")]
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        path = self._file(identity)
+        raw = path.read_bytes()
+        path.write_bytes(body[:128].ljust(128, b"\0") + raw[128:4096] + body[128:].ljust(len(raw) - 4096, b"\0"))
+
+    def remove(self, identity: Identity) -> None:
+        self._file(identity).unlink()
+
+
+class NixlDynamic(Fs):
+    """A directory, through NIXL."""
+
+    part = "nixl"
+    slack = True
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> FsAdapter:
+        transfers = Transfers("nixl", "nixl_store_dynamic", "POSIX", {})
+        return NixlDynamicAdapter("nixl", self.folder / "root", max_bytes, transfers, eviction=eviction)
+
+    def raw(self, identity: Identity) -> bytes:
+        raw = super().raw(identity)
+        return raw[:128] + raw[4096 : 4096 + int.from_bytes(raw[72:80], "little")]
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        raw = super().raw(identity)
+        value = body[128:]
+        padded = value.ljust(-(-len(value) // 4096) * 4096, b"\0")
+        super().set_raw(identity, body[:128].ljust(128, b"\0") + raw[128:4096] + padded if body else b"")
+
+
 class S3(Subject):
     """A bucket of its own on moto's server."""
 
@@ -221,4 +278,95 @@ class S3(Subject):
         self.server.request("DELETE", self._url(identity))
 
 
-SUBJECTS: dict[str, type[Subject]] = {"fs": Fs, "raw_block": RawBlock, "dax": Dax, "s3": S3, "resp": Resp, "mock": Mock}
+class Lmcache(Subject):
+    """A prefix of its own, as long as may be, on an LMCache server: nothing there can be cleared."""
+
+    shared = True
+    capped = False
+    empty_is_missing = True
+    needs = "lmcache"
+
+    def __init__(self, folder: Path, server: Any = None) -> None:
+        super().__init__(folder, server)
+        self.prefix = secrets.token_hex(6)[:11]
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        (adapter,) = registry.build(
+            [{"type": "lmcache", "remote_url": f"lm://127.0.0.1:{self.server.port}", "prefix": self.prefix}]
+        )
+        return adapter
+
+    def key(self, identity: Identity) -> str:
+        return f"{self.prefix}@1@0@{identity.hex()}@uint8"
+
+    def raw(self, identity: Identity) -> bytes:
+        return bytes(self.server.ask(2, self.key(identity)))
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        assert self.server.ask(1, self.key(identity), body) == b""
+
+    def remove(self, identity: Identity) -> None:
+        self.set_raw(identity, b"")
+
+
+class Mooncake(Subject):
+    """A prefix of its own in a Mooncake pool, and a plain client that reaches past the adapter."""
+
+    shared = True
+    capped = False
+    empty_is_missing = True
+    needs = "mooncake"
+
+    def __init__(self, folder: Path, server: Any = None) -> None:
+        super().__init__(folder, server)
+        self.prefix = f"{secrets.token_hex(8)}/"
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        load_library("mooncake_store")
+        return MooncakeAdapter("mooncake_store", lambda: Shared(self.outside), where="the pool", prefix=self.prefix)
+
+    @property
+    def outside(self) -> Any:
+        """A client that is connected once: each takes a second to close. Adapters with their own are in test_mooncake."""
+        return self.server.client()
+
+    def key(self, identity: Identity) -> str:
+        return f"{self.prefix}{identity[:32].hex()}/{identity[32:].hex()}"
+
+    def raw(self, identity: Identity) -> bytes:
+        return bytes(self.outside.get(self.key(identity)))
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        self.remove(identity)
+        if body:  # it holds no empty objects
+            assert self.outside.put(self.key(identity), body) == 0
+
+    def remove(self, identity: Identity) -> None:
+        assert self.outside.remove(self.key(identity), True) == 0
+
+
+class Shared:
+    """Somebody else's client: closing it is not for the adapter to do."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        pass
+
+
+SUBJECTS: dict[str, type[Subject]] = {
+    "fs": Fs,
+    "raw_block": RawBlock,
+    "dax": Dax,
+    "s3": S3,
+    "resp": Resp,
+    "lmcache": Lmcache,
+    "mooncake_store": Mooncake,
+    "nixl_store": NixlStore,
+    "nixl_store_dynamic": NixlDynamic,
+    "mock": Mock,
+}

@@ -52,7 +52,8 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path, servers: dict[str, S
 
 def over(names: Iterable[str]) -> pytest.MarkDecorator:
     """The test runs over these; those on a server count as tests of a real part."""
-    rows = [pytest.param(n, marks=[pytest.mark.real(SUBJECTS[n].needs)] if SUBJECTS[n].needs else []) for n in names]
+    parts = {name: SUBJECTS[name].needs or SUBJECTS[name].part for name in names}
+    rows = [pytest.param(name, marks=[pytest.mark.real(part)] if part else []) for name, part in parts.items()]
     return pytest.mark.parametrize("subject", rows, indirect=True)
 
 

@@ -171,6 +171,22 @@ class Counters:
     io_errors: int = 0
     extra: dict[str, int] = field(default_factory=dict)
 
+    def count_stores(self, items: Sequence[Item], results: Sequence[Stored]) -> None:
+        """Note what became of a call's items."""
+        for item, result in zip(items, results, strict=True):
+            self.stores += result.ok
+            self.store_bytes += len(item.data) if result.ok else 0
+            self.store_failures += not result.ok
+
+    def count_loads(self, wants: Sequence[Want], results: Sequence[Loaded]) -> None:
+        """Note what became of a call's wants."""
+        for want, result in zip(wants, results, strict=True):
+            self.hits += result is Loaded.OK
+            self.load_bytes += len(want.into) if result is Loaded.OK else 0
+            self.misses += result is Loaded.MISS
+            self.corruptions += result is Loaded.CORRUPT
+            self.io_errors += result is Loaded.ERROR
+
 
 class Adapter(ABC):
     """One tier. `name` is unique in the daemon, `type` is the registry's word."""
@@ -181,6 +197,9 @@ class Adapter(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.counters = Counters()
+
+    def attach(self, memory: memoryview) -> None:  # noqa: B027 - most adapters need not know
+        """The arena, before `open`: where most buffers lie, for those who register memory with a device once."""
 
     @abstractmethod
     def open(self) -> None:

@@ -89,6 +89,9 @@ class FaultInject(Adapter):
             self.counters.io_errors += 1
             raise AdapterError(f"{self.name}: injected error in {call}")
 
+    def attach(self, memory: memoryview) -> None:
+        self.inner.attach(memory)
+
     def open(self) -> None:
         self.inner.open()
 

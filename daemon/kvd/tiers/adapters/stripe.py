@@ -97,6 +97,10 @@ class Stripe(Adapter):
 
     # ---- members -----------------------------------------------------------------------------------------------------
 
+    def attach(self, memory: memoryview) -> None:
+        for member in self._members:
+            member.adapter.attach(memory)
+
     def open(self) -> None:
         failures = []
         for member in self._members:
