@@ -16,6 +16,9 @@ MAX_LOOKUPS = 1 << 20
 """Keys times namespaces of one `Prefix`: about a tenth of a second's work."""
 MAX_EXTENTS = 1024
 """Extents of files in one request: each costs the disk a page."""
+MAX_WHY = 1 << 16
+"""Keys times namespaces of one `Why`: its answer must fit a frame."""
+MAX_WHY_TEXT = 200
 _NAMES = f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}"
 _BATCH = f"at most {p.MAX_BATCH} keys in one request"
 
@@ -102,6 +105,19 @@ def _flush(m: p.Flush) -> str:
     return _optional(m) or (_BATCH if len(m.keys) > p.MAX_BATCH else "")
 
 
+def _why(m: p.Why) -> str:
+    if not m.namespaces or any(len(namespace) != NAMESPACE_BYTES for namespace in (*m.namespaces, *m.others)):
+        return f"why wants at least one namespace, and {_NAMES}"
+    if any(len(key) != KEY_BYTES for key in m.keys):
+        return _NAMES
+    spaces = len(m.namespaces) + len(m.others)
+    return "" if len(m.keys) * spaces <= MAX_WHY else f"at most {MAX_WHY} keys times namespaces in one request"
+
+
+def _note(m: p.Note) -> str:
+    return _keys(m) or ("" if len(m.why) <= MAX_WHY_TEXT else f"a reason has at most {MAX_WHY_TEXT} characters")
+
+
 _CHECKS: dict[type[p.Request], Callable[[Any], str]] = {
     p.Exists: _keys,
     p.Lease: _keys,
@@ -120,4 +136,6 @@ _CHECKS: dict[type[p.Request], Callable[[Any], str]] = {
     p.DirectReserve: _direct_reserve,
     p.DirectCommit: _direct_commit,
     p.DirectHold: _direct_keys,
+    p.Why: _why,
+    p.Note: _note,
 }

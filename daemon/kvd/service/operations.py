@@ -25,8 +25,9 @@ from kvd.store.index import Slots
 from kvd.store.leases import Lent as LentExtent
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
+from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Durability, Hit
-from kvd.tiers.tiering import ASK_S, NOTHING, Fetch, Known, Tiering
+from kvd.tiers.tiering import NOTHING, Fetch, Known, Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
 
@@ -103,6 +104,8 @@ class Operations:
             p.DirectAbort: self.direct.abort,
             p.DirectHold: self.direct.hold,
             p.DirectRelease: self.direct.release,
+            p.Why: self.why,
+            p.Note: self.note,
         }
         self.seconds = {word: Histogram(OPERATION_BOUNDS_S) for word in TIMED.values()}
         self._observe = {kind: self.seconds[word].observe for kind, word in TIMED.items()}
@@ -457,16 +460,17 @@ class Operations:
         if not m.arena_only:
             self.direct.void(m.namespace, m.keys)
         if m.arena_only or not self.tiering.tiers:
-            return p.Count(m.id, self.store.delete(m.namespace, m.keys))
-        return self._delete_everywhere(m)
+            why = "dropped from the arena by a client" if m.arena_only else "deleted by a client"
+            return p.Count(m.id, self.store.delete(m.namespace, m.keys, why=why, pid=link.peer.pid))
+        return self._delete_everywhere(m, link.peer.pid)
 
-    async def _delete_everywhere(self, m: p.Delete) -> p.Answer:
+    async def _delete_everywhere(self, m: p.Delete, pid: int) -> p.Answer:
         keys = list(dict.fromkeys(m.keys))
         identities = [m.namespace + key for key in keys]
         # Only for the count: what is not in RAM is asked for, briefly, before it is gone.
         known = await self._ask([m.namespace], keys, asyncio.get_running_loop().time() + ASK_BEFORE_DELETE_S)
         held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has(identities, known), dtype=bool)
-        self.store.delete(m.namespace, keys)
+        self.store.delete(m.namespace, keys, pid=pid)
         await self.tiering.delete(identities)
         return p.Count(m.id, int(held.sum()))
 
@@ -496,21 +500,18 @@ class Operations:
         return rounds.page(self.store, self.tiering, m)
 
     def where(self, link: Connection, m: p.Where) -> RESULT:
-        places: list[list[str]] = [[] for _ in m.keys]
-        for i, slot in enumerate(self.store.find(m.namespace, m.keys).tolist()):
-            if slot:
-                places[i].append("arena")
-        return self._where_below(m, places)
+        return self._where(m)
 
-    async def _where_below(self, m: p.Where, places: list[list[str]]) -> p.Answer:
+    async def _where(self, m: p.Where) -> p.Answer:
+        return p.Info(m.id, {"places": await rounds.places(self.store, self.tiering, m.namespace, m.keys)})
+
+    def note(self, link: Connection, m: p.Note) -> RESULT:
         identities = [m.namespace + key for key in m.keys]
-        deadline = asyncio.get_running_loop().time() + ASK_S
-        tiers = list(self.tiering.tiers)
-        for tier, found in zip(tiers, await asyncio.gather(*(tier.ask(identities, deadline) for tier in tiers)), strict=True):
-            for place, hit in zip(places, found, strict=True):
-                if hit is not None:
-                    place.append(tier.name)
-        return p.Info(m.id, {"places": places})
+        self.store.tombstones.note_many(identities, Fate.UNSAVED, place="", why=m.why, pid=link.peer.pid)
+        return p.Done(m.id)
+
+    def why(self, link: Connection, m: p.Why) -> RESULT:
+        return rounds.why(self.store, self.tiering, m)
 
     async def _drained(self, m: p.Drain) -> p.Answer:
         assert self.drain is not None

@@ -1,4 +1,4 @@
-"""Work over everything that is stored, in small steps: listing it and clearing it.
+"""Work over everything that is stored, in small steps: listing it, clearing it, and saying where values are and why not.
 
 A daemon may hold millions of values. The event loop does a few thousand of them at a time and serves others in between
 (I5); what only reads, and no columns of the index, is done by a thread.
@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from operator import itemgetter
 
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
-from kvd.store.store import Store
+from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Adapter, Hit
-from kvd.tiers.tiering import Tiering
+from kvd.tiers.tiering import ASK_S, Tiering
 from kvd.wire import protocol as p
 
 MAX_PAGE = 10000
@@ -79,3 +79,42 @@ def _row(store: Store, identity: Identity) -> Row | None:
     if slot is None:
         return None
     return identity, index.length_of[slot], index.klass_of[slot], index.expires_of[slot], "arena"
+
+
+async def places(store: Store, tiering: Tiering, namespace: bytes, keys: list[bytes]) -> list[list[str]]:
+    """Where each key is: 'arena' and the names of tiers. Tiers that must be asked have ASK_S to answer."""
+    found: list[list[str]] = [["arena"] if slot != ABSENT else [] for slot in store.find(namespace, keys).tolist()]
+    identities = [namespace + key for key in keys]
+    deadline = asyncio.get_running_loop().time() + ASK_S
+    tiers = list(tiering.tiers)
+    for tier, hits in zip(tiers, await asyncio.gather(*(tier.ask(identities, deadline) for tier in tiers)), strict=True):
+        for place, hit in zip(found, hits, strict=True):
+            if hit is not None:
+                place.append(tier.name)
+    return found
+
+
+async def why(store: Store, tiering: Tiering, m: p.Why) -> p.Answer:
+    """The answer to Why: see there. Other namespaces are looked for in the arena whoever made them, in tiers where named."""
+    where, notes = [], []
+    for namespace in m.namespaces:
+        where.append(await places(store, tiering, namespace, m.keys))
+        told = store.tombstones.find([namespace + key for key in m.keys])
+        notes.append([[(int(one.fate), one.at_ns, one.place, one.why, one.pid) for one in some] for some in told])
+        await asyncio.sleep(0)
+    asked = set(m.namespaces)
+    others: list[list[bytes]] = [[] for _ in m.keys]
+    for number, (name, space) in enumerate(list(store.index.spaces.items())):
+        if name not in asked:
+            for held, key in zip(others, m.keys, strict=True):
+                if key in space.slots:
+                    held.append(name)
+        if not number % 64:
+            await asyncio.sleep(0)
+    for name in m.others:
+        if name not in asked:
+            for held, there in zip(others, await places(store, tiering, name, m.keys), strict=True):
+                if there and name not in held:
+                    held.append(name)
+    body = {"places": where, "notes": notes, "others": others, "since_ns": store.tombstones.since_ns}
+    return p.Info(m.id, body)

@@ -22,6 +22,7 @@ from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
 from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease
 from kvd.store.retention import NEVER, Retention, expired
+from kvd.store.tombstones import Fate, Tombstones
 
 LEND_AHEAD_PART = 16
 """At most this part of the arena is lent ahead to one connection, and 64 MiB."""
@@ -75,6 +76,7 @@ class Store:
         self.arena = arena
         self.index = Index()
         self.leases = Leases()
+        self.tombstones = Tombstones(clock_ns=clock_ns)
         self.counts = Counts()
         self.listener = Listener()
         self.clock_ns = clock_ns
@@ -102,7 +104,7 @@ class Store:
                 break
             offset = alloc(size)
             if offset is None:
-                offset = self._room(size)
+                offset = self._room(size, "room for a put", getattr(holder.process, "pid", 0))
                 if offset is None:
                     break
             extents.append((offset, size, pages))
@@ -137,6 +139,7 @@ class Store:
             if why:
                 self._free(lent.offset, lent.pages)
                 reasons.append(self.counts.reject(why))
+                self.tombstones.note(namespace + key, Fate.REFUSED, why=why)
                 continue
             if lent.pages > pages:
                 self._free(lent.offset + pages * PAGE, lent.pages - pages)
@@ -152,13 +155,16 @@ class Store:
         if not why and self.too_large(len(data)):
             why = "too_large"
         if not why:
-            offset = self._room(len(data))
+            offset = self._room(len(data), "room for a put")
             if offset is None:
                 why = "no_room"
             else:
                 self.arena.fill(offset, data)
                 self._insert(self.index.namespace(namespace), key, offset, len(data), retention, expires_ns)
-        return self.counts.reject(why) if why else ""
+        if why:
+            self.counts.reject(why)
+            self.tombstones.note(namespace + key, Fate.REFUSED, why=why)
+        return why
 
     def refusal(self, retention: Retention, expires_ns: int) -> str:
         """Why a put with these properties is refused whatever its size, or ''."""
@@ -190,7 +196,7 @@ class Store:
 
     def make_room(self, length: int) -> int | None:
         """Offset of room for a promotion, or None."""
-        return self._room(length)
+        return self._room(length, "room for a value from a tier")
 
     def give_back(self, offset: int, length: int) -> None:
         """Room of `make_room` that was not used."""
@@ -204,8 +210,8 @@ class Store:
         self._count_set(space.account, retention, length)
         self.listener.stored(slot, old is not None)
 
-    def _room(self, length: int) -> int | None:
-        """Offset of room for `length` bytes, evicting for it where that is allowed and can succeed."""
+    def _room(self, length: int, why: str, pid: int = 0) -> int | None:
+        """Offset of room for `length` bytes, evicting for it where that is allowed and can succeed. `why`, `pid`: who wants it."""
         offset = self.arena.alloc(length)
         if offset is not None or self.too_large(length):
             return offset
@@ -214,6 +220,7 @@ class Store:
             slot = self.index.next_expired(now)
             if slot:
                 self.counts.expirations += 1
+                self._bury(slot, Fate.EXPIRED)
             elif self.evicting:
                 slot = self.index.victim(spare_dirty=True)
                 if not slot and self.evict_dirty:
@@ -221,6 +228,7 @@ class Store:
                     self.counts.evicted_dirty += bool(slot)
                 if slot:
                     self._count_eviction(slot)
+                    self._bury(slot, Fate.EVICTED, why, pid)
             if not slot:
                 return None
             self._hide(slot)
@@ -232,6 +240,10 @@ class Store:
         self.counts.evictions += 1
         self.counts.evictions_by[index.klass_of[slot]] += 1
         index.by_number[index.space_of[slot]].account.evictions += 1
+
+    def _bury(self, slot: int, fate: Fate, why: str = "", pid: int = 0) -> None:
+        """Remember why a live value goes; before it is hidden."""
+        self.tombstones.note(self.identity_of(slot), fate, why=why, pid=pid)
 
     def _hide(self, slot: int) -> None:
         self.listener.removed(slot)
@@ -315,11 +327,12 @@ class Store:
 
     # ---- removing ----------------------------------------------------------------------------------------------------
 
-    def delete(self, namespace: bytes, keys: Sequence[bytes]) -> int:
+    def delete(self, namespace: bytes, keys: Sequence[bytes], *, why: str = "deleted by a client", pid: int = 0) -> int:
         """Hide these values; pinned bytes stay until unpinned. Returns how many there were."""
         slots = self.find(namespace, keys)
         found = list(dict.fromkeys(slots[slots != ABSENT].tolist()))
         for slot in found:
+            self._bury(slot, Fate.DELETED, why, pid)
             self._hide(slot)
         self.counts.deletes += len(found)
         return len(found)
@@ -340,6 +353,7 @@ class Store:
                 hidden = []
                 for key, slot in rows[start : start + CLEAR_STEP]:
                     if index.keys[slot] is key:  # else it left meanwhile, or was put anew
+                        self._bury(slot, Fate.DELETED, "cleared")
                         self._hide(slot)
                         hidden.append(space.name + key)
                 self.counts.deletes += len(hidden)
@@ -355,6 +369,7 @@ class Store:
             if not slot:
                 break
             self.counts.expirations += 1
+            self._bury(slot, Fate.EXPIRED)
             self._hide(slot)
 
     def connection_lost(self, holder: Holder) -> None:

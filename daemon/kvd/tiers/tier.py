@@ -12,6 +12,7 @@ probes it. Loads are misses meanwhile; what waits to be stored stays queued.
 """
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from kvd.store.identity import Identity
 from kvd.store.index import Slots
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
+from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
 
 log = logging.getLogger("kvd.tiers")
@@ -125,6 +127,7 @@ class Tier:
         self.name = adapter.name
         self.store = store
         self.breaker = Breaker(store.monotonic)
+        adapter.listen(functools.partial(store.tombstones.note_many, fate=Fate.EVICTED, place=self.name, why="room in the tier"))
         self.queue: deque[Write | Erase] = deque()
         self.doomed: dict[Identity, int] = {}
         """What a queued delete is about to remove: look-ups must not see it any more."""
@@ -372,6 +375,7 @@ class Tier:
                 self.untaken.discard(identity)
             elif result.reason not in ("unwanted", "expired"):
                 self.untaken.add(identity)
+                self.store.tombstones.note(identity, Fate.REFUSED, place=self.name, why=result.reason)
         self._forget_older([identity for (_, identity), result in zip(batch, results, strict=True) if not result.ok])
 
     def _forget_older(self, identities: list[Identity]) -> None:

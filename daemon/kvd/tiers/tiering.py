@@ -21,6 +21,7 @@ import numpy as np
 from kvd.store.identity import NAMESPACE_BYTES, Identity
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
+from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, Durability, Hit, Loaded, Want
 from kvd.tiers.tier import Receipt, Tier
 
@@ -398,6 +399,8 @@ class Tiering:
             for (i, hit), result in zip(hits.items(), results, strict=True):
                 if result is Loaded.OK:
                     sources[i] = hit
+                elif result is Loaded.CORRUPT:
+                    self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
             hits = {i: hit for i, (_, _, hit, _) in enumerate(share) if sources[i] is None}
             if not hits:
                 break

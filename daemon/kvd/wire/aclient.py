@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _METHODS = (
     "put", "put_many", "get", "get_many", "get_into", "read", "write", "exists", "prefix", "claim",
-    "prefetch", "flush", "delete", "clear", "stats", "ping",
+    "prefetch", "places", "why", "note", "flush", "delete", "clear", "stats", "ping",
 )  # fmt: skip
 
 

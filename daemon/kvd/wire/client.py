@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 from kvd.errors import Disconnected, Draining, LeaseLost
 from kvd.store.identity import check_key, check_keys, namespace_of
 from kvd.store.retention import Retention, expiry_ns
+from kvd.store.tombstones import Fate, Tombstone
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter, default_socket
 from kvd.wire.direct import DirectRead, DirectWrite
@@ -41,6 +42,19 @@ class PrefixResult:
 
     length: int
     token: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WhyResult:
+    """`places[namespace][key]`: where it is. `notes[namespace][key]`: what became of it, newest first.
+
+    `others[key]`: other namespaces that hold a value of this key. `since_ns`: the notes are complete from then on.
+    """
+
+    places: list[list[list[str]]]
+    notes: list[list[list[Tombstone]]]
+    others: list[list[bytes]]
+    since_ns: int
 
 
 class Client:
@@ -384,6 +398,32 @@ class Client:
         """Bring values up from tiers; how many had arrived by the deadline."""
         request = p.Prefetch(0, self._space(namespace), check_keys(keys), int(deadline_s * 1000))
         return self._again(lambda link: link.call(request, p.Count, deadline_s + self.timeout_s)).count
+
+    def places(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[list[str]]:
+        """Where each key is: 'arena' and the names of tiers; nothing where it is nowhere. Counts neither hit nor miss."""
+        request = p.Where(0, self._space(namespace), check_keys(keys))
+        found: list[list[str]] = self._again(lambda link: link.call(request, p.Info)).info["places"]
+        return found
+
+    def why(
+        self, keys: Sequence[bytes], *, namespaces: Sequence[str | bytes] | None = None, others: Sequence[bytes] = ()
+    ) -> WhyResult:
+        """Where each key is in each namespace, and what is remembered of it where it is not; see WhyResult.
+
+        `others`: namespaces to look into besides, in tiers as well; the arena's are looked through anyway.
+        """
+        spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
+        request = p.Why(0, spaces, check_keys(keys), list(others))
+        info = self._again(lambda link: link.call(request, p.Info)).info
+        notes = [
+            [[Tombstone(Fate(fate), at, place, why, pid) for fate, at, place, why, pid in told] for told in row]
+            for row in info["notes"]
+        ]
+        return WhyResult(info["places"], notes, info["others"], info["since_ns"])
+
+    def note(self, keys: Sequence[bytes], why: str, *, namespace: str | bytes | None = None) -> None:
+        """Have the daemon remember why these were not stored, for `why`. No answer is waited for."""
+        self.connect().tell(p.Note(0, self._space(namespace), check_keys(keys), why))
 
     def flush(self, keys: Sequence[bytes] | None = None, *, timeout_s: float | None = None) -> str:
         """Wait until what was put has reached the tiers; the weakest durability there: none, group or fsync."""

@@ -245,6 +245,26 @@ class DirectRelease(Request, tag=44):
     leases: list[int]
 
 
+class Why(Request, tag=30):
+    """Where each key is in each namespace, and what is remembered of it where it is not; `others` are looked into besides.
+
+    Info: places (a list a namespace of lists a key), notes (the same shape: [fate, at_ns, place, why, pid], newest first),
+    others (a list a key: namespaces that hold it), since_ns.
+    """
+
+    namespaces: list[bytes]
+    keys: list[bytes]
+    others: list[bytes] = []
+
+
+class Note(Request, tag=31):
+    """Values that a client did not store, and why, in a word or two: remembered for Why, nothing else."""
+
+    namespace: bytes
+    keys: list[bytes]
+    why: str
+
+
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +383,8 @@ AnyRequest = (
     | DirectAbort
     | DirectHold
     | DirectRelease
+    | Why
+    | Note
 )
 AnyAnswer = Failed | Flags | Leased | Lent | Committed | PrefixFound | Count | Done | Info | KeyPage | DirectLent | DirectHeld
 

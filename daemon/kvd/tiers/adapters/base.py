@@ -10,7 +10,7 @@ adapter as a whole could not do its work, and counts against its breaker.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -188,6 +188,13 @@ class Counters:
             self.io_errors += result is Loaded.ERROR
 
 
+Evicted = Callable[[Iterable[Identity]], None]
+
+
+def _nobody(identities: Iterable[Identity]) -> None:
+    """Nobody listens."""
+
+
 class Adapter(ABC):
     """One tier. `name` is unique in the daemon, `type` is the registry's word."""
 
@@ -197,6 +204,12 @@ class Adapter(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.counters = Counters()
+        self.evicted: Evicted = _nobody
+        """Called, from any thread, with what was dropped to make room: for `kvd why`."""
+
+    def listen(self, evicted: Evicted) -> None:
+        """Tell of evictions; called before `open`. An adapter around others passes this on to them."""
+        self.evicted = evicted
 
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - most adapters need not know
         """The arena, before `open`: where most buffers lie, for those who register memory with a device once."""

@@ -20,6 +20,7 @@ from kvd.tiers.adapters.base import (
     Counters,
     DirectExtent,
     Durability,
+    Evicted,
     Hit,
     Item,
     Loaded,
@@ -70,6 +71,9 @@ class FaultInject(Adapter):
     @counters.setter
     def counters(self, value: Counters) -> None:
         """The base class sets empty ones; the inner adapter has its own."""
+
+    def listen(self, evicted: Evicted) -> None:
+        self.inner.listen(evicted)
 
     def _hit_by(self, fault: str, rate: float) -> bool:
         if rate <= 0:

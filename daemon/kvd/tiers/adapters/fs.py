@@ -387,6 +387,7 @@ class FsAdapter(Adapter):
                 status = target.stat(follow_symlinks=False)
                 if status.st_mtime_ns == used_ns and self._drop(target):
                     self.counters.evictions += 1
+                    self.evicted([bytes.fromhex(name.removesuffix(".kv"))])
                     left -= length
             except FileNotFoundError:
                 continue

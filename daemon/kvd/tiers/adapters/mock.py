@@ -92,6 +92,7 @@ class MockAdapter(Adapter):
             while left > 0 and (victim := self._ledger.victim(now)) is not None:
                 left -= self._forget(victim)
                 self.counters.evictions += 1
+                self.evicted([victim])
             if self._ledger.used + size > self.max_bytes:
                 return Stored(False, "full")
             data = bytes(item.data)

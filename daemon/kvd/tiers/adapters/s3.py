@@ -270,6 +270,7 @@ class S3Adapter(Adapter):
             if victims:
                 self._unlink(victims)
                 self.counters.evictions += len(victims)
+                self.evicted(victims)
             if fits:
                 self._note_stored(item, total)
             elif before is not None:

@@ -242,6 +242,7 @@ class SlotAdapter(Adapter):
         """A free slot, made free if need be; None where that cannot be."""
         while True:
             victims: list[Entry] = []
+            names: list[Identity] = []
             with self._lock:
                 limit = self._slots * self.slot_bytes
                 left = self.eviction.excess(self._ledger.used, self.slot_bytes, limit)
@@ -252,10 +253,12 @@ class SlotAdapter(Adapter):
                     entry = self._ledger.remove(victim)
                     assert entry is not None
                     victims.append(entry)
+                    names.append(victim)
                     left -= entry.size
                 if not victims:
                     return self._free.pop() if self._free else None
                 self.counters.evictions += len(victims)
+            self.evicted(names)
             for entry in victims:
                 self._let_go(entry)
 

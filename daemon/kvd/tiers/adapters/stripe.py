@@ -27,6 +27,7 @@ from kvd.tiers.adapters.base import (
     Counters,
     DirectExtent,
     Durability,
+    Evicted,
     Hit,
     Item,
     Loaded,
@@ -94,6 +95,10 @@ class Stripe(Adapter):
     @counters.setter
     def counters(self, value: Counters) -> None:
         """The base class sets empty ones; the members have their own."""
+
+    def listen(self, evicted: Evicted) -> None:
+        for member in self._members:
+            member.adapter.listen(evicted)
 
     # ---- members -----------------------------------------------------------------------------------------------------
 

@@ -158,6 +158,7 @@ class DiskAdapter(Adapter):
         self._read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvd-disk-read")
         sync = self.durability is not Durability.NONE
         self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
+        catalog.evicted = self.evicted
         self._deletes = DeletesLog(self._io, self.path)
         self._files = RegionFiles(
             self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=self._floor(), nonce=self._nonce

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from kvd.store.identity import Identity
 from kvd.store.retention import expired
-from kvd.tiers.adapters.base import Counters
+from kvd.tiers.adapters.base import Counters, Evicted
 from kvd.tiers.adapters.disk.format import IndexEntry, extent_bytes
 from kvd.tiers.adapters.disk.geometry import Geometry
 from kvd.tiers.adapters.disk.index import Entry, Index, at, pack, unpack
@@ -60,6 +60,7 @@ class Catalog:
         self.durable = durable
         """Whether values are synced at all (durability is not none)."""
         self.counters = counters
+        self.evicted: Evicted = lambda identities: None
         counters.extra.update(dict.fromkeys(EXTRA_COUNTERS, 0))
         self.clock_ns = clock_ns
         self.changed = threading.Condition()

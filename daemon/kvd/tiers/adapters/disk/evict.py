@@ -234,6 +234,9 @@ class Evictor:
             catalog.counters.evictions += max(0, gone - moved)
             catalog.counters.extra["moved"] += moved
             catalog.counters.extra["regions_evicted"] += 1
+            dropped = [one for one in identities if one not in self._moving and catalog.index.get(one) is None]
+        if not deleting:
+            catalog.evicted(dropped)
         try:
             if lines:
                 self._deletes.append(lines, sync=True)
