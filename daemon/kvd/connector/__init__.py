@@ -15,7 +15,9 @@
     attach        how a worker gets hold of the engine's memory and of the daemon
     plugin        the entry point that makes the connector's name known to vLLM
     prometheus    the counters in vLLM's /metrics
-    mismatch      why an engine finds nothing of what another stored
+    view          what must be known of an engine to find what it stored
+    book          the views that engines left in the daemon: why one finds nothing of what another stored
+    describe      what a worker tells the engine's own server
     link          one connection to the daemon that never makes the engine wait twice
     settings      every KVD_* variable
     segment       the counters in shared memory, for kvtop and kvdoctor

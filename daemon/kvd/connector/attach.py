@@ -108,11 +108,11 @@ def attach_worker(
         "chunk_tokens": str(chunk),
         "layout": str(kv_cache_config.kv_cache_layout),
     }
-    namespaces = tuple(
-        fingerprint.digest({**facts, **_group_facts(group, layout, kv_cache_config, kv_caches)})
-        for group, layout in zip(groups, layouts, strict=True)
+    of_groups = tuple(
+        _group_facts(group, layout, kv_cache_config, kv_caches) for group, layout in zip(groups, layouts, strict=True)
     )
-    identity = RankIdentity(namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts))
+    namespaces = tuple(fingerprint.digest({**facts, **more}) for more in of_groups)
+    identity = RankIdentity(namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts), group_facts=of_groups)
     # Of ranks that hold the same bytes only the first stores them.
     first = vllm_config.parallel_config.rank % replicas == 0
     worker = Worker(

@@ -11,8 +11,9 @@ scheduler before the first request: it carries the namespaces.
 import functools
 import logging
 import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import vllm
@@ -27,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvd.connector import mismatch, prometheus
+from kvd.connector import book, describe, prometheus
 from kvd.connector.attach import Links, attach_worker
 from kvd.connector.groups import Unsupported, groups_of
 from kvd.connector.link import Link, wait_up
@@ -36,6 +37,7 @@ from kvd.connector.plan import Plan, RankIdentity, Report
 from kvd.connector.scheduler import Scheduler, Step
 from kvd.connector.segment import Publisher
 from kvd.connector.settings import read_settings
+from kvd.connector.view import View
 from kvd.connector.worker import Results, Worker
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class KvdMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
     plan: Plan = field(default_factory=Plan)
+    hashes: tuple[str, str] = ("", "")
+    """Algorithm and seed of the block hashes, as the scheduler uses them: told once, for who asks the workers."""
 
 
 @dataclass
@@ -129,6 +133,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._publisher: Publisher | None = None
         self._introduction: dict[int, RankIdentity] = {}
         self._results = Results()
+        self._hashes = ("", "")
         self._saves = self._settings.save and transfer.kv_role != "kv_consumer"
         self._loads = self._settings.load and transfer.kv_role != "kv_producer"
         if role == KVConnectorRole.SCHEDULER:
@@ -157,9 +162,14 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             load=self._loads,
             reuse_local=bool(cache.enable_prefix_caching),
             drop_units=int(eagle),
-            say_facts=lambda facts: mismatch.compare_soon(self._links.facts(), facts),
+            say_view=self._say_view,
             counters=self._counters,
         )
+
+    def _say_view(self, view: View) -> None:
+        """With the first request: who this engine is, into the daemon's book and, with the next step, to the workers."""
+        self._hashes = (view.hashes.algorithm, view.hashes.none_hash)
+        book.compare_soon(self._links.facts(), replace(view, name=f"pid {os.getpid()} on {platform.node()}"))
 
     def _choose_recompute(self) -> None:
         """A failed load must be recomputed, not end its request: vLLM's default is the other way round.
@@ -196,6 +206,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         )
         if self._worker is not None:
             self._publish(str(self._vllm_config.parallel_config.rank), self._links.load(), len(self._identity.namespaces))
+        describe.expose(self)
 
     def _publish(self, who: str, link: Link, groups: int) -> None:
         """Show this process's numbers in shared memory from now on."""
@@ -243,7 +254,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.save(self._plan().saves)
+            plan = self._plan()
+            self._worker.save(plan.saves)
+            self._worker.tell_unsaved(plan.unsaved)
 
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -273,7 +286,24 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _plan(self) -> Plan:
         metadata = self._connector_metadata
-        return metadata.plan if isinstance(metadata, KvdMetadata) else Plan()
+        if not isinstance(metadata, KvdMetadata):
+            return Plan()
+        if metadata.hashes[1]:
+            self._hashes = metadata.hashes
+        return metadata.plan
+
+    def describe(self) -> dict[str, Any]:
+        """Who this worker is and how it is doing, as plain JSON: see `describe`."""
+        return describe.of_worker(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._identity,
+            settings=self._settings,
+            hashes=self._hashes,
+            saves=self._saves,
+            loads=self._loads,
+            links=self._links,
+        )
 
     # ---- scheduler side ----------------------------------------------------------------------------------------------
 
@@ -327,7 +357,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return KvdMetadata()
         plan = self._planned(scheduler_output)
-        return KvdMetadata(plan if plan is not None else self._scheduler.doomed())
+        hashes, self._hashes = self._hashes, ("", "")
+        return KvdMetadata(plan if plan is not None else self._scheduler.doomed(), hashes)
 
     @guarded(_nothing)
     def _planned(self, output: "SchedulerOutput") -> Plan | None:

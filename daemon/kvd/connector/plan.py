@@ -44,12 +44,22 @@ class Save:
     anew: frozenset[bytes] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """Chunks that this step completes and nobody stores, and why: told to the daemon for `kvd why`."""
+
+    salt: bytes
+    keys: tuple[bytes, ...]
+    why: str
+
+
 @dataclass(slots=True)
 class Plan:
     """One step's work for every worker."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    unsaved: list[Unsaved] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -75,7 +85,7 @@ class RankIdentity:
     """One worker's half of the handshake: a namespace a group, and the facts it was made of (for naming a mismatch).
 
     `problem`: why this worker cannot store its cache; then nobody does, since all ranks hit together or not at all.
-    `group_bytes`: bytes of one block, by group.
+    `group_bytes`: bytes of one block, by group; `group_facts`: what each group's namespace is made of besides `facts`.
     """
 
     namespaces: tuple[bytes, ...] = ()
@@ -83,3 +93,4 @@ class RankIdentity:
     chunk_tokens: int = 0
     group_bytes: tuple[int, ...] = ()
     problem: str = ""
+    group_facts: tuple[dict[str, str], ...] = ()

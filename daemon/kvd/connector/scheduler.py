@@ -26,8 +26,9 @@ from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
 from kvd.connector.link import Down, Link
 from kvd.connector.metrics import Counters
-from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save
+from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save, Unsaved
 from kvd.connector.settings import Settings
+from kvd.connector.view import HashSource, View
 from kvd.errors import KvdError
 from kvd.store.retention import Retention
 
@@ -106,7 +107,7 @@ class _State:
     problem: str = "the workers have not reported yet"
     met: bool = False
     waiting_since: float | None = None
-    facts: dict[str, str] = field(default_factory=dict)
+    ranks: tuple[RankIdentity, ...] = ()
     compared: bool = False
     asked: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
 
@@ -114,7 +115,7 @@ class _State:
 class Scheduler:
     """The scheduler side. `hash_source` gives (algorithm, seed) of the engine's block hashes; read when first needed.
 
-    `say_facts` is told once, with the first request, what this engine's namespaces are made of.
+    `say_view` is told once, with the first request, what this engine is.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Scheduler:
         load: bool = True,
         reuse_local: bool = True,
         drop_units: int = 0,
-        say_facts: Callable[[dict[str, str]], object] = lambda facts: None,
+        say_view: Callable[[View], object] = lambda view: None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,7 +143,7 @@ class Scheduler:
         self._exact = any(group.partial for group in self.groups)
         self._link = link
         self._hash_source = hash_source
-        self._say_facts = say_facts
+        self._say_view = say_view
         self._save = save
         self._load = load
         self._reuse_local = reuse_local
@@ -165,9 +166,15 @@ class Scheduler:
             problem = f"workers use chunks of {sorted({r.chunk_tokens for r in ranks})} tokens, the scheduler of {self.chunk}"
         # Ranks that hold the same bytes have the same namespaces: asked for once.
         namespaces = tuple(dict.fromkeys(rank.namespaces for rank in ranks))
-        facts = dict(ranks[0].facts) if ranks else {}
-        self._state = _State(() if problem else namespaces, problem, met=True, facts=facts)
+        self._state = _State(() if problem else namespaces, problem, met=True, ranks=tuple(ranks))
         return problem
+
+    def view(self) -> View:
+        """This engine as others must know it to find what it stores. The hash's seed is known with the first request only."""
+        algorithm, seed = self._hash_source()
+        ranks = dict.fromkeys(rank.namespaces for rank in self._state.ranks)
+        firsts = tuple(next(rank for rank in self._state.ranks if rank.namespaces == names) for names in ranks)
+        return View(firsts, self.groups, HashSource(algorithm, seed, self.hash_tokens), self.chunk, self.settings.tenant)
 
     @property
     def active(self) -> bool:
@@ -227,9 +234,7 @@ class Scheduler:
     def _compare(self) -> None:
         """Once, and not before the first request: the seed of the block hashes is known only then."""
         self._state.compared = True
-        algorithm, seed = self._hash_source()
-        known = {"hash_algorithm": algorithm, "hash_seed": seed[:16], "tenant": self.settings.tenant}
-        self._say_facts({**self._state.facts, **known})
+        self._say_view(self.view())
 
     def _wait_for_workers(self) -> bool:
         """Under MultiConnector the workers introduce themselves in the first step: the first request waits for that."""
@@ -365,7 +370,9 @@ class Scheduler:
         if self.active and self._save and self._link.up:
             for step in steps:
                 tracked = self._requests.get(step.request_id)
-                if tracked is not None and tracked.retention != "none":
+                if tracked is not None and tracked.retention == "none":
+                    self._plan_unsaved(plan, tracked, step)
+                elif tracked is not None:
                     self._plan_save(plan, tracked, step, table_of)
         return plan
 
@@ -377,14 +384,7 @@ class Scheduler:
     def _plan_save(
         self, plan: Plan, tracked: Tracked, step: Step, table_of: Callable[[str], Sequence[Sequence[int]] | None]
     ) -> None:
-        # During asynchronous scheduling the hashes lag behind the tokens in flight: never save what has no hash yet.
-        done = min(step.computed + step.scheduled, tracked.keys.tokens)
-        spans = [Span(start, start + self.chunk) for start in range(tracked.saved, done - self.chunk + 1, self.chunk)]
-        tracked.saved += len(spans) * self.chunk
-        spans = [span for span in spans if not (span.start in tracked.stored and span.end <= tracked.stored.stop)]
-        if not tracked.tail_done and step.computed + step.scheduled >= tracked.request.num_prompt_tokens:
-            tracked.tail_done = True
-            spans += self._tails(tracked)
+        spans = self._completed(tracked, step)
         if not spans:
             return
         tables = table_of(step.request_id)
@@ -398,6 +398,23 @@ class Scheduler:
                 moves.append(Move(tracked.keys.of(span), blocks))
         if moves:
             plan.saves.append(Save(step.request_id, tracked.salt, tuple(moves), tracked.retention, tracked.ttl_s, tracked.blamed))
+
+    def _plan_unsaved(self, plan: Plan, tracked: Tracked, step: Step) -> None:
+        """A request that asked for nothing to be stored: the daemon is told, since somebody may ask it why."""
+        if spans := self._completed(tracked, step):
+            plan.unsaved.append(Unsaved(tracked.salt, tuple(map(tracked.keys.of, spans)), "the request asked for retention none"))
+
+    def _completed(self, tracked: Tracked, step: Step) -> list[Span]:
+        """The chunks whose last token this step computes, and the prompt's tail with its last one; each once."""
+        # During asynchronous scheduling the hashes lag behind the tokens in flight: never save what has no hash yet.
+        done = min(step.computed + step.scheduled, tracked.keys.tokens)
+        spans = [Span(start, start + self.chunk) for start in range(tracked.saved, done - self.chunk + 1, self.chunk)]
+        tracked.saved += len(spans) * self.chunk
+        spans = [span for span in spans if not (span.start in tracked.stored and span.end <= tracked.stored.stop)]
+        if not tracked.tail_done and step.computed + step.scheduled >= tracked.request.num_prompt_tokens:
+            tracked.tail_done = True
+            spans += self._tails(tracked)
+        return spans
 
     def _tails(self, tracked: Tracked) -> list[Span]:
         """What a prompt ends with, so that the same prompt hits all that the engine's own cache would."""

@@ -15,6 +15,7 @@ Concurrency: the engine calls from one thread; `_done`, `_report` and `_bad_bloc
 import contextlib
 import functools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from kvd.connector.fingerprint import salted
 from kvd.connector.link import Down, Link
 from kvd.connector.metrics import Counters
-from kvd.connector.plan import Load, Move, Report, Save
+from kvd.connector.plan import Load, Move, Report, Save, Unsaved
 from kvd.errors import Draining, KvdError, LeaseLost, NoRoom
 
 logger = logging.getLogger("vllm.kvd")
@@ -113,7 +114,10 @@ class Worker:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Store what this step completed. Never raises for the daemon's sake; what cannot be stored is counted."""
-        if not saves or not self._saves or not self._save_link.up or self._clock() < self._no_room_until:
+        if not saves or not self._saves or not self._save_link.up:
+            return
+        if self._clock() < self._no_room_until:
+            self.tell_unsaved([Unsaved(save.salt, tuple(move.key for move in save.moves), "no room") for save in saves])
             return
         begun = time.perf_counter()
         try:
@@ -125,12 +129,24 @@ class Worker:
         except (NoRoom, Draining) as error:
             self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
             self.counters.add("save_failures")
+            why = "the daemon is draining" if isinstance(error, Draining) else "no room"
+            self.tell_unsaved([Unsaved(save.salt, tuple(move.key for move in save.moves), why) for save in saves])
             logger.debug("kvd: not saved: %s", error)
         except KvdError as error:
             self.counters.add("save_failures")
             logger.warning("kvd: saving failed: %s", error)
         finally:
             self.counters.add("save_seconds", time.perf_counter() - begun)
+
+    def tell_unsaved(self, unsaved: Iterable[Unsaved]) -> None:
+        """Tell the daemon what is not stored, and why, for `kvd why`: one-way words, nobody waits for an answer."""
+        if not self._saves or not self._save_link.up:
+            return
+        with contextlib.suppress(Down, KvdError):
+            for one in unsaved:
+                for namespace in self._namespaces:
+                    space = salted(namespace, one.salt)
+                    self._save_link.call(operator.methodcaller("note", one.keys, one.why, namespace=space))
 
     def _save_group(self, index: int, namespace: bytes, save: Save) -> None:
         moves = list({move.key: move for move in save.moves}.values())

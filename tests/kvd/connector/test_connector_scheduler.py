@@ -9,7 +9,6 @@ import pytest
 from kvd.connector.fingerprint import salted
 from kvd.connector.groups import Group
 from kvd.connector.link import Link
-from kvd.connector.mismatch import compare_soon
 from kvd.connector.plan import RankIdentity, Report
 from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler, Step
 from kvd.connector.settings import read_settings
@@ -413,28 +412,6 @@ def test_a_reset_clears_every_namespace_this_engine_used(bench: Any) -> None:
     assert list(one.client.values) == [(b"o" * 32, b"k" * 32)]
     one.client.away = True
     assert not one.scheduler.reset()
-
-
-def test_an_engine_with_other_settings_is_told_what_differs(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
-    one = bench()
-    facts = {"weights": "w", "model": "m", "dtype": "float32", "chunk_tokens": "256"}
-    told: list[str] = []
-    for seed, dtype in (("00", "float32"), ("00", "float32"), ("01", "float32"), ("01", "bfloat16")):
-        other = Scheduler(
-            read_settings({}, {}),
-            (FULL,),
-            one.link,
-            hash_tokens=32,
-            hash_source=lambda seed=seed: ("sha256", seed),
-            say_facts=lambda facts: compare_soon(one.link, facts).join(),
-        )
-        other.introduce([RankIdentity((b"a" * 32,), {**facts, "dtype": dtype}, 256)], 1)
-        for name in "ab":
-            assert other.match(FakeRequest(name, 1024), 0) == 0
-        told = [record.getMessage() for record in caplog.records if "stored under other settings" in record.getMessage()]
-    assert len(told) == 2
-    assert "hash_seed: 01 / 00. To share: set PYTHONHASHSEED" in told[0]
-    assert "dtype: bfloat16 / float32" in told[1]
 
 
 def test_nothing_is_kept_of_finished_requests(bench: Any) -> None:
