@@ -1,0 +1,396 @@
+"""kvd's commands about an engine: why is this prompt not found, bring it up, is it working, do two engines agree.
+
+All ask the engine's own server (`kvd.engines`); what they show comes from the routes of `kvd.connector.endpoint` and from
+the server's /metrics. An engine without those routes is told from its metrics alone, and what cannot be known so is
+`unknown`, never `ok`.
+"""
+
+import contextlib
+import json as jsonlib
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvd.engines import EngineServer, NoRoutes
+from kvtools.errors import KvError, NotFound, TimedOut, UsageError
+from kvtools.exits import Exit
+from kvtools.output import emit, emit_json, paint, table
+from kvtools.units import format_size, parse_duration, parse_size
+
+POLL_S = 0.05
+PROBE_WORDS = 600
+"""Words of a probe's prompt: some chunks, whatever the tokenizer makes of them."""
+STYLES = {"ok": "good", "warn": "warn", "fail": "bad", "unknown": "dim"}
+
+
+def read_prompt(word: str) -> dict[str, Any]:
+    """The body meant by a file or '-': a request, a list of messages or of token ids, or plain text. Raises UsageError."""
+    try:
+        text = sys.stdin.read() if word == "-" else Path(word).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not a text"
+        raise UsageError(f"{word}: {why}", hint="a file with a prompt, messages or a recorded request, or - for stdin") from None
+    if not text.strip():
+        raise UsageError(f"{'stdin' if word == '-' else word} is empty")
+    try:
+        found = jsonlib.loads(text)
+    except ValueError:
+        return {"prompt": text}
+    if isinstance(found, dict):
+        return found
+    if isinstance(found, list) and found:
+        return {"token_ids": found} if isinstance(found[0], int) else {"messages": found}
+    return {"prompt": text}
+
+
+def _with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
+    return {**body, "model": model} if model else body
+
+
+def why(url: str, word: str, model: str | None, timeout: str, json: bool) -> None:
+    """Chunk by chunk. Exit 3 where some of the prompt would be computed though it could be stored."""
+    server = EngineServer(url, timeout_s=parse_duration(timeout))
+    found = server.cache("POST", "/v1/cache/why", _with_model(read_prompt(word), model))
+    whole = all(chunk["state"] in ("arena", "tier") for chunk in found["chunks"])
+    if json:
+        emit_json("kvd.why_prompt/1", {"engine": server.url, **{k: v for k, v in found.items() if k != "schema"}})
+    else:
+        _show_why(server.url, found)
+    if not whole:
+        raise typer.Exit(Exit.NOT_FOUND)
+
+
+def _show_why(url: str, found: Mapping[str, Any]) -> None:
+    tokens, hit, mine = found["prompt_tokens"], found["found_tokens"], found["engine_tokens"]
+    own = "unknown (the engine publishes no KV events)" if mine is None else f"{mine} tokens"
+    emit(f"a prompt of {tokens} tokens at {url}")
+    emit(f"  in the engine itself: {own}")
+    emit(f"  in kvd, from the start without a gap: {hit} tokens, for {found['ranks']} ranks and {found['groups']} cache groups")
+    for remark in found["remarks"]:
+        emit(f"  {remark}")
+    emit()
+    rows = []
+    for chunk in found["chunks"]:
+        places = list(dict.fromkeys(place for there in chunk["places"] for place in there))
+        state = {"partial": "only in part: " + ", ".join(places), "missing": "nowhere"}.get(chunk["state"], ", ".join(places))
+        reasons = "; ".join(_reason(reason, found) for reason in chunk["why"])
+        own = {True: "yes", False: "no", None: "?"}[chunk["engine"]]
+        rows.append((f"{chunk['start']}-{chunk['end']}", own, state, reasons))
+    for line in table(("TOKENS", "ENGINE", "KVD", "WHY NOT"), rows, indent="  ") if rows else ():
+        emit(line)
+    for other in found["elsewhere"]:
+        emit()
+        emit("  " + _other(other))
+        for hint in other["hints"]:
+            emit(f"    {hint}")
+
+
+def _reason(reason: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    who = []
+    if found["ranks"] > 1:
+        who.append("rank " + ", ".join(map(str, reason["ranks"])))
+    if found["groups"] > 1:
+        who.append("group " + ", ".join(map(str, reason["groups"])))
+    return (f"{' '.join(who)}: " if who else "") + str(reason["text"])
+
+
+def _other(other: Mapping[str, Any]) -> str:
+    if not other["engine"]:
+        return f"the first missing chunk is stored under namespace {other['namespace'][:12]}, which is nobody's we know"
+    differs = "; ".join(other["differs"]) or "nothing that is known"
+    return f"{other['tokens']} tokens of it are stored by {other['engine']}, under another identity; here / there: {differs}"
+
+
+def prefetch(url: str, words: Sequence[str], model: str | None, max_bytes: str | None, timeout: str, json: bool) -> None:
+    """Prewarm by block hashes, or by a file with a prompt, and wait for the end."""
+    seconds = parse_duration(timeout)
+    if all(_is_hash(word) for word in words):
+        body: dict[str, Any] = {"block_hashes": list(words)}
+    elif len(words) == 1:
+        body = _with_model(read_prompt(words[0]), model)
+    else:
+        raise UsageError(
+            "prefetch what?", hint="with --engine: block hashes in hexadecimal, or one file with a prompt (- is stdin)"
+        )
+    if max_bytes is not None:
+        body["max_bytes"] = parse_size(max_bytes)
+    server = EngineServer(url, timeout_s=max(10.0, seconds))
+    job = server.cache("POST", "/v1/cache/prewarm", {**body, "deadline_s": min(seconds, 600.0)})
+    end = time.monotonic() + seconds + 5
+    while job["state"] not in ("done", "failed"):
+        if time.monotonic() > end:
+            raise TimedOut(f"prewarm job {job['id']} has not ended", hint=f"ask again: {server.url}/v1/cache/prewarm/{job['id']}")
+        time.sleep(POLL_S)
+        job = server.cache("GET", f"/v1/cache/prewarm/{job['id']}")
+    if json:
+        emit_json("kvd.prewarm/1", {"engine": server.url, **{k: v for k, v in job.items() if k != "schema"}})
+    else:
+        emit(
+            f"{job['resident_tokens']} of {job['prompt_tokens']} tokens are in the arena"
+            f" ({format_size(job['resident_bytes'])}, {format_size(job['promoted_bytes'])} of it brought up now)"
+        )
+        if job["stopped_by"]:
+            emit(f"stopped at {STOPS[job['stopped_by']]}")
+    if job["state"] == "failed":
+        raise KvError(f"the prewarm failed: {job['error']}")
+
+
+STOPS = {
+    "missing": "a chunk that is stored nowhere: kvd why says why",
+    "max_bytes": "the byte cap: --max-bytes raises it",
+    "deadline": "the deadline: --timeout moves it",
+    "room": "an arena with no room left: all of it is pinned or not yet written to a tier",
+}
+
+
+def _is_hash(word: str) -> bool:
+    try:
+        return len(bytes.fromhex(word)) in (8, 16, 32, 64)
+    except ValueError:
+        return False
+
+
+# ---- is it working? --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Check:
+    """One line of the answer. `word`: ok, warn, fail or unknown."""
+
+    name: str
+    word: str
+    text: str
+    hint: str = ""
+
+
+@dataclass
+class Report:
+    """What is known of one engine."""
+
+    url: str
+    checks: list[Check] = field(default_factory=list)
+    engine: dict[str, Any] | None = None
+    """The answer of /v1/cache/engine."""
+
+    def add(self, name: str, word: str, text: str, hint: str = "") -> None:
+        self.checks.append(Check(name, word, text, hint))
+
+
+def status(urls: Sequence[str], model: str | None, probe: bool, timeout: str, json: bool) -> None:
+    """Is it working, for each engine; and whether they all hash alike. Exit 1 where a check fails."""
+    seconds = parse_duration(timeout)
+    reports = [look(EngineServer(url, timeout_s=seconds), model, probe) for url in urls]
+    together = compare(reports) if len(reports) > 1 else []
+    every = [check for report in reports for check in report.checks] + together
+    if json:
+        emit_json(
+            "kvd.engine_status/1",
+            {
+                "working": not any(check.word == "fail" for check in every),
+                "engines": [
+                    {"url": report.url, "checks": [vars(check) for check in report.checks], "engine": report.engine}
+                    for report in reports
+                ],
+                "together": [vars(check) for check in together],
+            },
+        )
+    else:
+        for report in reports:
+            _show_checks(report.url, report.checks)
+        if together:
+            _show_checks("all of them", together)
+    if any(check.word == "fail" for check in every):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _show_checks(title: str, checks: Sequence[Check]) -> None:
+    emit(title)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        emit(f"  {paint(f'{check.word:7}', STYLES[check.word])}  {check.name:{width}}  {check.text}")
+        if check.hint:
+            emit(f"  {'':7}  {'':{width}}  -> {check.hint}")
+
+
+def look(server: EngineServer, model: str | None, probe: bool) -> Report:
+    """Every check of one engine, as far as each can be made. A server that is no vLLM is an error, not a check."""
+    report = Report(server.url)
+    version = server.identify()
+    report.add("server", "ok", f"vLLM {version}")
+    try:
+        report.engine = server.cache("GET", "/v1/cache/engine")
+    except NoRoutes as error:
+        report.add("routes", "warn", "kvd's routes are not there: what follows is from /metrics alone", error.hint)
+    except KvError as error:
+        report.add("routes", "fail", error.message, error.hint)
+    else:
+        report.add("routes", "ok", "kvd's routes are there: prewarm, why and the canary work")
+    metrics = server.metrics()
+    _connector(report, metrics)
+    if any(name.startswith("vllm:kvd_") for name in metrics):
+        _hashes(report)
+        if probe:
+            _probe(server, report, model)
+        _traffic(report, server.metrics() if probe else metrics)
+    return report
+
+
+def _connector(report: Report, metrics: Mapping[str, float]) -> None:
+    engine = report.engine or {}
+    view = engine.get("view")
+    if not any(name.startswith("vllm:kvd_") for name in metrics):
+        hint = (
+            "start it with --kv-transfer-config "
+            '\'{"kv_connector":"KvdConnector","kv_role":"kv_both","kv_connector_module_path":"kvd.connector"}\''
+        )
+        report.add("connector", "fail", "this engine runs without KvdConnector", hint)
+        return
+    if engine.get("problem"):
+        report.add("connector", "fail", str(engine["problem"]), "the engine's log has the line (SKIPS kvd)")
+    elif view is None:
+        report.add("connector", "ok", "KvdConnector")
+    else:
+        more = view["more"]
+        does = " and ".join(word for word, on in (("stores", more["saves"]), ("loads", more["loads"])) if on) or "does nothing"
+        ranks, groups = len(view["ranks"]), len(view["groups"])
+        size = f"chunks of {view['chunk_tokens']} tokens, {ranks} ranks, {groups} groups"
+        text = f"{engine['kv_connector']}, {engine['kv_role']}: {does}; {size}"
+        report.add("connector", "ok" if more["saves"] or more["loads"] else "fail", text)
+        if more["daemon_up"]:
+            report.add("daemon", "ok", f"the engine is connected to {more['socket']}")
+        else:
+            report.add(
+                "daemon", "fail", f"the engine finds no daemon at {more['socket']}", "kvd serve, or KVD_SOCKET for the engine"
+            )
+
+
+def _hashes(report: Report) -> None:
+    view = (report.engine or {}).get("view")
+    if view is None:
+        report.add("hash seed", "unknown", "only kvd's routes can tell")
+    elif view["more"]["seed_known_by"] == "server":
+        report.add("hash seed", "ok", f"{view['hashes']['algorithm']}, the same after a restart")
+    else:
+        # The server works the seed out where it is not random: here it could not.
+        text = f"{view['hashes']['algorithm']} with a seed that is random in each process: a restart finds nothing"
+        report.add("hash seed", "fail", text, "set PYTHONHASHSEED=0 for every engine, or use --prefix-caching-hash-algo sha256")
+
+
+def _probe(server: EngineServer, report: Report, model: str | None) -> None:
+    """Send one prompt that nobody has sent before, and see its chunks arrive in kvd."""
+    name = model or next(iter((report.engine or {}).get("served") or []), None) or _served(server)
+    prompt = " ".join(secrets.token_hex(2) for _ in range(PROBE_WORDS))
+    status, body, _ = server.post("/v1/completions", {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0})
+    if status != 200:
+        report.add("probe", "fail", f"a request to /v1/completions failed: HTTP {status}: {str(body)[:200]}")
+        return
+    try:
+        found = server.cache("POST", "/v1/cache/why", {"model": name, "prompt": prompt})
+    except KvError as error:
+        report.add("probe", "unknown", f"sent; whether it is stored cannot be asked: {error.message}", error.hint)
+        return
+    if found["chunks"] and found["chunks"][0]["state"] in ("arena", "tier"):
+        report.add("probe", "ok", f"a new prompt of {found['prompt_tokens']} tokens: {found['found_tokens']} are stored now")
+    else:
+        reasons = "; ".join(reason["text"] for chunk in found["chunks"][:1] for reason in chunk["why"]) or "the prompt is too short"
+        report.add("probe", "fail", f"a new prompt of {found['prompt_tokens']} tokens is not stored: {reasons}")
+
+
+def _served(server: EngineServer) -> str:
+    body = server.get("/v1/models")[1]
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        return str(body["data"][0]["id"])
+    raise NotFound(f"{server.url} serves no model", hint="name it: --model")
+
+
+def _traffic(report: Report, metrics: Mapping[str, float]) -> None:
+    def count(name: str) -> float:
+        return metrics.get(f"vllm:{name}_total", metrics.get(f"vllm:{name}", 0.0))
+
+    saves, failed = count("kvd_saves"), count("kvd_save_failures")
+    if saves:
+        text = f"{saves:.0f} chunks stored, {format_size(int(count('kvd_save_bytes')))}"
+        report.add(
+            "saving", "warn" if failed else "ok", text + (f"; {failed:.0f} were not: no room, or no daemon" if failed else "")
+        )
+    else:
+        report.add(
+            "saving",
+            "fail" if failed else "unknown",
+            f"nothing stored yet, {failed:.0f} failures",
+            "" if failed else "send a prompt, or --probe",
+        )
+    hits, queries = count("external_prefix_cache_hits"), count("external_prefix_cache_queries")
+    rate = (
+        f"{100 * hits / queries:.1f} % of {queries:.0f} tokens the engine did not have itself"
+        if queries
+        else "nothing was asked for yet"
+    )
+    if count("kvd_hit_tokens"):
+        report.add("loading", "ok", f"External prefix cache hit rate {rate}; {format_size(int(count('kvd_load_bytes')))} loaded")
+    else:
+        report.add(
+            "loading", "unknown", f"no request has needed a load yet ({rate})", "a prompt of before the engine's restart is one"
+        )
+    lost, errors = count("kvd_load_failures"), count("kvd_errors")
+    if errors:
+        report.add("faults", "fail", f"{errors:.0f} errors inside the connector", "their tracebacks are in the engine's log")
+    elif lost or count("kvd_down"):
+        text = f"{lost:.0f} loads failed and were recomputed; the daemon was lost {count('kvd_down'):.0f} times"
+        report.add("faults", "warn", text)
+    else:
+        report.add("faults", "ok", "no load failed, no error, the daemon was never lost")
+
+
+# ---- do they agree? --------------------------------------------------------------------------------------------------
+
+
+def compare(reports: Sequence[Report]) -> list[Check]:
+    """Whether all engines make the same block hashes: a prefill and a decode engine that do not, silently reuse nothing."""
+    checks = []
+    known = [report for report in reports if report.engine and report.engine.get("canary")]
+    silent = [report.url for report in reports if report not in known]
+    canaries = {str(report.engine["canary"]) for report in known if report.engine}
+    if len(canaries) > 1:
+        algorithms = {report.url: report.engine["hash_algorithm"] for report in known if report.engine}
+        text = "the engines hash one block of known tokens differently: they share nothing, silently"
+        if len(set(algorithms.values())) > 1:
+            hint = "give all one --prefix-caching-hash-algo: " + ", ".join(f"{url} has {one}" for url, one in algorithms.items())
+        else:
+            hint = "one algorithm, so the seeds differ: set PYTHONHASHSEED to one value for all of them, or for none"
+        checks.append(Check("canary", "fail", text, hint))
+    elif len(known) > 1:
+        checks.append(Check("canary", "ok", f"{len(known)} engines hash a block of known tokens alike"))
+    if silent:
+        text = f"unknown for {', '.join(silent)}: kvd's routes are not there, or its seed is random"
+        checks.append(
+            Check("canary", "unknown", text, "VLLM_PLUGINS=kvd lets the routes in; an engine needs no KvdConnector for that")
+        )
+    sizes = {report.url: report.engine["hash_tokens"] for report in known if report.engine}
+    if len(set(sizes.values())) > 1:
+        text = "block sizes differ, so block hashes do too: " + ", ".join(f"{url} {size}" for url, size in sizes.items())
+        checks.append(Check("blocks", "fail", text, "give all one --block-size"))
+    checks += _share([report for report in known if report.engine and report.engine.get("facts")])
+    return checks
+
+
+def _share(known: Sequence[Report]) -> list[Check]:
+    """Whether they use the same bytes in kvd: not needed for a transport, but good to know."""
+    from kvd.connector.fingerprint import differences
+
+    checks = []
+    for report in known[1:]:
+        first, other = (known[0].engine or {})["facts"], (report.engine or {})["facts"]
+        differs = differences(first, other)
+        if differs:
+            text = f"{known[0].url} and {report.url} share nothing in kvd; what differs: {'; '.join(differs)}"
+            checks.append(Check("sharing", "warn", text))
+        else:
+            checks.append(Check("sharing", "ok", f"{known[0].url} and {report.url} use the same bytes in kvd"))
+    return checks
