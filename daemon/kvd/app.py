@@ -29,6 +29,12 @@ NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", metavar="NAME", help="A namespace: its name, or its 64 hex digits.")
 ]
 TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait for the daemon.")]
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", metavar="URL", help="Ask this engine's own server, such as http://127.0.0.1:8000.")
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="With --engine: the model, where it serves several.")
+]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
@@ -143,8 +149,23 @@ def stats(
 
 
 @app.command()
-def status(socket: SocketOption = None, json: JsonOption = False) -> None:
-    """One health word, and why."""
+def status(
+    socket: SocketOption = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option("--engine", metavar="URL", help="Is this engine's kvd working? Given again: do the engines hash alike?"),
+    ] = None,
+    model: ModelOption = None,
+    probe: Annotated[bool, typer.Option("--probe", help="With --engine: send one new prompt and see that it is stored.")] = False,
+    timeout: TimeoutOption = "10s",
+    json: JsonOption = False,
+) -> None:
+    """One health word, and why; or, of engines, whether kvd works in them."""
+    if engine:
+        from kvd import engine_commands
+
+        engine_commands.status(engine, model, probe, timeout, json)
+        return
     from kvd import commands
 
     commands.status(socket, json)
@@ -166,13 +187,23 @@ def keys(
 
 @app.command()
 def why(
-    key: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, 64 hex digits each.")],
+    key: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY...|FILE", help="Keys, 64 hex digits each; with --engine a prompt or request, - for stdin."),
+    ],
+    engine: EngineOption = None,
+    model: ModelOption = None,
     socket: SocketOption = None,
     namespace: NamespaceOption = None,
-    timeout: TimeoutOption = "5s",
+    timeout: TimeoutOption = "10s",
     json: JsonOption = False,
 ) -> None:
-    """Where these keys are: in the arena, in a tier, or nowhere."""
+    """Where these keys, or a prompt's, are: in the arena, in a tier, or nowhere, and why not."""
+    if engine:
+        from kvd import engine_commands
+
+        engine_commands.why(engine, engine_commands.one_prompt(key), model, timeout, json)
+        return
     from kvd import commands
 
     commands.why(key, socket, namespace, timeout, json)
@@ -180,13 +211,25 @@ def why(
 
 @app.command()
 def prefetch(
-    key: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, 64 hex digits each.")],
+    key: Annotated[
+        list[str], typer.Argument(metavar="KEY...|FILE", help="Keys, 64 hex digits each; with --engine block hashes, or a prompt.")
+    ],
+    engine: EngineOption = None,
+    model: ModelOption = None,
+    max_bytes: Annotated[
+        str | None, typer.Option("--max-bytes", metavar="SIZE", help="With --engine: bring up at most so much.")
+    ] = None,
     socket: SocketOption = None,
     namespace: NamespaceOption = None,
     timeout: TimeoutOption = "30s",
     json: JsonOption = False,
 ) -> None:
     """Bring values up from the tiers into the arena."""
+    if engine:
+        from kvd import engine_commands
+
+        engine_commands.prefetch(engine, key, model, max_bytes, timeout, json)
+        return
     from kvd import commands
 
     commands.prefetch(key, socket, namespace, timeout, json)

@@ -250,17 +250,30 @@ def keys(socket: Path | None, namespace: str | None, limit: int, timeout: str, j
 
 
 def why(words: list[str], socket: Path | None, namespace: str | None, timeout: str, json: bool) -> None:
-    from kvd.wire import protocol as p
+    from kvd.connector.explain import never, sentence
 
     wanted = _keys(words)
     with _client(socket, timeout, namespace) as client:
-        places = client.connect().call(p.Where(0, client.namespace, wanted), p.Info).info["places"]
-    rows = [{"key": key.hex(), "places": where} for key, where in zip(wanted, places, strict=True)]
+        found = client.why(wanted)
+    now = time.time_ns()
+    rows = [
+        {
+            "key": key.hex(),
+            "places": where,
+            "why": [] if where else [sentence(note, now) for note in notes] or [never(found.since_ns)],
+            "namespaces": [] if where else [name.hex() for name in others],
+        }
+        for key, where, notes, others in zip(wanted, found.places[0], found.notes[0], found.others, strict=True)
+    ]
     if json:
-        emit_json("kvd.why/1", {"namespace": client.namespace.hex(), "keys": rows})
+        emit_json("kvd.why/1", {"namespace": client.namespace.hex(), "keys": rows, "since": found.since_ns / 1e9})
     else:
         for row in rows:
             emit(f"{row['key']}  {', '.join(row['places']) or 'nowhere'}")
+            for line in row["why"]:
+                emit(f"    {line}")
+            for name in row["namespaces"]:
+                emit(f"    the same key is stored in namespace {name}")
     if not all(row["places"] for row in rows):
         raise typer.Exit(Exit.NOT_FOUND)
 

@@ -49,6 +49,13 @@ def read_prompt(word: str) -> dict[str, Any]:
     return {"prompt": text}
 
 
+def one_prompt(words: Sequence[str]) -> str:
+    """The one file that a command about an engine takes. Raises UsageError."""
+    if len(words) != 1:
+        raise UsageError("one prompt at a time", hint="with --engine: one file with a prompt or a request, or - for stdin")
+    return words[0]
+
+
 def _with_model(body: dict[str, Any], model: str | None) -> dict[str, Any]:
     return {**body, "model": model} if model else body
 

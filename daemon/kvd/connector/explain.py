@@ -121,7 +121,7 @@ def _reasons(
         notes = found.notes[index][number]
         text = "; before that, ".join(sentence(note, time.time_ns()) for note in notes[:2])
         if not notes:
-            text = _never(found.since_ns)
+            text = never(found.since_ns)
         row = told.setdefault(
             (notes[0].fate.word if notes else "unknown", text),
             {"fate": notes[0].fate.word if notes else "never_saved", "text": text, "ranks": [], "groups": []},
@@ -133,7 +133,8 @@ def _reasons(
     return list(told.values())
 
 
-def _never(since_ns: int) -> str:
+def never(since_ns: int) -> str:
+    """What to say of a value that the daemon remembers nothing of."""
     age = format_duration(max(0.0, (time.time_ns() - since_ns) / 1e9))
     return f"never saved, as far as the daemon remembers ({age} back)"
 

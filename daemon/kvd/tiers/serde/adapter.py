@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
-from kvd.tiers.adapters.base import Adapter, Counters, Durability, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.base import Adapter, Counters, Durability, Evicted, Hit, Item, Loaded, Stored, Usage, Want
 from kvd.tiers.serde import frame
 from kvd.tiers.serde.buffers import PAGE, Buffers
 from kvd.tiers.serde.chain import Chain
@@ -57,6 +57,9 @@ class SerdeAdapter(Adapter):
     @counters.setter
     def counters(self, value: Counters) -> None:
         """The base class sets empty ones; the inner adapter has its own."""
+
+    def listen(self, evicted: Evicted) -> None:
+        self.inner.listen(lambda identities: evicted([self._there(identity) for identity in identities]))
 
     def open(self) -> None:
         self.inner.open()
