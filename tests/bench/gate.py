@@ -8,7 +8,8 @@ The upstream is a bare asyncio protocol that answers a request with a constant, 
 - one stream of 10 000 chunks: time direct over time through the gate.
 - memory: resident size of the gate with 1000 streams open that say nothing.
 
-`python -m tests.bench.gate` measures this alone.
+`python -m tests.bench.gate` measures this alone. With `--peer DIR` (a checkout of ovg-project/kvcached) the front end of that
+project's controller is asked the same on the same upstream, in the same run; it needs no more than aiohttp and yaml.
 """
 
 import asyncio
@@ -16,12 +17,14 @@ import contextlib
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -29,6 +32,7 @@ import psutil
 import uvloop
 
 from tests.bench.measure import Result
+from tests.kvgate.harness import free_port
 from tests.support.processes import SCRIPTS
 
 CHUNKS = 10_000
@@ -118,7 +122,7 @@ class Connection:
         return head
 
     async def ask(self, request: bytes) -> None:
-        found = re.search(rb"content-length: (\d+)", await self.head(request))
+        found = re.search(rb"content-length: (\d+)", await self.head(request), re.IGNORECASE)
         assert found
         await self.reader.readexactly(int(found[1]))
 
@@ -173,23 +177,71 @@ async def _idle_streams(port: int) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def _processes() -> Iterator[tuple[int, int, psutil.Process]]:
-    """Upstream and gate: their ports, and the gate's process."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        upstream = subprocess.Popen([sys.executable, "-m", "tests.bench.gate", "--upstream"], stdout=subprocess.PIPE, text=True)
-        stack.callback(_end, upstream)
+def _engine() -> Iterator[int]:
+    """The upstream's port."""
+    upstream = subprocess.Popen([sys.executable, "-m", "tests.bench.gate", "--upstream"], stdout=subprocess.PIPE, text=True)
+    try:
         assert upstream.stdout is not None
-        engine = int(upstream.stdout.readline())
+        yield int(upstream.stdout.readline())
+    finally:
+        _end(upstream)
+
+
+@contextlib.contextmanager
+def _gate(engine: int) -> Iterator[tuple[int, psutil.Process]]:
+    """The gate in front of `engine`: its port and process."""
+    with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "models.yaml"
         config.write_text(f"m: {{host: 127.0.0.1, port: {engine}}}\nrouter: {{max_concurrency: 2000}}\n")
         command = [str(SCRIPTS / "kvgate"), "serve", "--config", str(config), "--port", "0"]
         gate = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        stack.callback(_end, gate)
-        os.sched_setaffinity(gate.pid, {min(os.sched_getaffinity(0))})
-        assert gate.stderr is not None
-        port = next(int(found[1]) for line in gate.stderr if (found := re.search(r"serving .*:(\d+)$", line)))
-        next(line for line in gate.stderr if "-> awake" in line)
-        yield engine, port, psutil.Process(gate.pid)
+        try:
+            os.sched_setaffinity(gate.pid, {min(os.sched_getaffinity(0))})
+            assert gate.stderr is not None
+            port = next(int(found[1]) for line in gate.stderr if (found := re.search(r"serving .*:(\d+)$", line)))
+            next(line for line in gate.stderr if "-> awake" in line)
+            yield port, psutil.Process(gate.pid)
+        finally:
+            _end(gate)
+
+
+_PEER_LOGGER = "import logging\n\n\ndef get_kvcached_logger(*_):\n    return logging.getLogger('peer')\n"
+"""All that the peer's front end takes from its own package, which needs torch; at its default level it logs only errors."""
+
+
+@contextlib.contextmanager
+def _peer(source: Path, engine: int) -> Iterator[tuple[int, psutil.Process]]:
+    """The front end of kvcached's controller in front of `engine`: its port and process."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "kvcached"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "utils.py").write_text(_PEER_LOGGER)
+        config = Path(folder) / "peer.yaml"
+        config.write_text(
+            f"instances:\n- {{name: m, model: m, engine: vllm, engine_args: ['--host=127.0.0.1', '--port={engine}']}}\n"
+        )
+        port = free_port()
+        words = [sys.executable, str(source / "controller" / "frontend.py"), "--config_path", str(config), "--port", str(port)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((folder, str(source / "controller")))}
+        peer = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+        try:
+            os.sched_setaffinity(peer.pid, {min(os.sched_getaffinity(0))})
+            _wait_for(port, peer)
+            yield port, psutil.Process(peer.pid)
+        finally:
+            _end(peer)
+
+
+def _wait_for(port: int, process: "subprocess.Popen[str]") -> None:
+    for _ in range(200):
+        with socket.socket() as sock:
+            if sock.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
@@ -202,33 +254,66 @@ def _cpu(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def _measure(quick: bool) -> list[Result]:
+@dataclass(frozen=True)
+class Numbers:
+    """What one front end costs. Seconds, bytes; `stream` is (direct, through)."""
+
+    direct: float
+    added: float
+    per_cpu: float
+    per_wall: float
+    stream: tuple[float, float]
+    share: float
+    resident_mib: float
+
+
+async def _numbers(engine: int, port: int, process: psutil.Process, *, quick: bool) -> Numbers:
     rounds, count = (3, 200) if quick else (7, 600)
-    with _processes() as (engine, port, process):
-        await _load(port, 640)
-        direct, through, streams = [], [], []
-        for _ in range(rounds):
-            direct.append(await _latency(engine, count))
-            through.append(await _latency(port, count))
-            streams.append((await _stream(engine), await _stream(port)))
-        added = statistics.median(t - d for t, d in zip(through, direct, strict=True))
-        before, start = _cpu(process), time.perf_counter()
-        total = 6400 if quick else 32_000
-        await _load(port, total)
-        per_cpu, per_wall = total / (_cpu(process) - before), total / (time.perf_counter() - start)
-        async for _ in _idle_streams(port):
-            resident = process.memory_info().rss / (1 << 20)
-    base = statistics.median(direct) * 1e3
-    took = statistics.median(t for _, t in streams)
-    ratio = statistics.median(d / t for d, t in streams)
+    await _load(port, 640)
+    direct, through, streams = [], [], []
+    for _ in range(rounds):
+        direct.append(await _latency(engine, count))
+        through.append(await _latency(port, count))
+        streams.append((await _stream(engine), await _stream(port)))
+    before, start = _cpu(process), time.perf_counter()
+    total = 6400 if quick else 32_000
+    await _load(port, total)
+    per_cpu, per_wall = total / (_cpu(process) - before), total / (time.perf_counter() - start)
+    async for _ in _idle_streams(port):
+        resident = process.memory_info().rss / (1 << 20)
+    return Numbers(
+        direct=statistics.median(direct),
+        added=statistics.median(t - d for t, d in zip(through, direct, strict=True)),
+        per_cpu=per_cpu,
+        per_wall=per_wall,
+        stream=(statistics.median(d for d, _ in streams), statistics.median(t for _, t in streams)),
+        share=statistics.median(d / t for d, t in streams),
+        resident_mib=resident,
+    )
+
+
+async def _measure(quick: bool) -> list[Result]:
+    with _engine() as engine, _gate(engine) as (port, process):
+        found = await _numbers(engine, port, process, quick=quick)
+    base, added, resident = found.direct * 1e3, found.added * 1e3, found.resident_mib
+    (direct, took), cpu = found.stream, found.per_cpu
+    memory = f"resident with {IDLE_STREAMS} idle streams"
     return [
-        Result("gate.latency", "added latency of a small request, p50", added * 1e3, "ms", base, added * 1e3, 1.5, at_most=True),
-        Result("gate.requests", "small requests a second of the gate's CPU", per_cpu, "1/s", per_wall, per_cpu / 2000, 1.0),
-        Result("gate.stream", f"one stream of {CHUNKS} chunks", took, "s", statistics.median(d for d, _ in streams), ratio, 0.9),
-        Result(
-            "gate.memory", f"resident with {IDLE_STREAMS} idle streams", resident, "MiB", 150, resident / 150, 1.0, at_most=True
-        ),
+        Result("gate.latency", "added latency of a small request, p50", added, "ms", base, added, 1.5, at_most=True),
+        Result("gate.requests", "small requests a second of the gate's CPU", cpu, "1/s", found.per_wall, cpu / 2000, 1.0),
+        Result("gate.stream", f"one stream of {CHUNKS} chunks", took, "s", direct, found.share, 0.9),
+        Result("gate.memory", memory, resident, "MiB", 150, resident / 150, 1.0, at_most=True),
     ]
+
+
+async def _compare(source: Path, quick: bool) -> None:
+    """Both front ends on one upstream, twice in turn; prints a line of JSON each."""
+    with _engine() as engine:
+        for _ in range(2):
+            with _gate(engine) as (port, process):
+                print(json.dumps({"front": "kvgate", **asdict(await _numbers(engine, port, process, quick=quick))}), flush=True)
+            with _peer(source, engine) as (port, process):
+                print(json.dumps({"front": "kvcached", **asdict(await _numbers(engine, port, process, quick=quick))}), flush=True)
 
 
 def measure(*, quick: bool = False) -> Iterator[Result]:
@@ -239,5 +324,8 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
 if __name__ == "__main__":
     if "--upstream" in sys.argv:
         uvloop.run(_upstream())
+    elif "--peer" in sys.argv:
+        uvloop.run(_compare(Path(sys.argv[sys.argv.index("--peer") + 1]), "--quick" in sys.argv))
+        sys.exit()
     for result in measure(quick="--quick" in sys.argv):
         print(json.dumps(result.as_json()), flush=True)

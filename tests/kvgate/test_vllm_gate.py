@@ -1,4 +1,4 @@
-"""A real vLLM behind the gate, started by it: the official client, streams, sleep, one wake-up for many, a killed engine."""
+"""Two real vLLMs behind the gate, started by it: the official client, streams, sleep, one wake-up for many, a killed engine."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,26 +19,36 @@ from tests.support.processes import run_cli
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.timeout(240)]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-NAME = "org/tiny"
+NAME, OTHER = "org/tiny", "org/windows"
+"""Two models of different kinds; the second one goes to sleep by itself."""
+
+
+def _instance(folder: Path, name: str, kind: str, device: int) -> dict[str, Any]:
+    """An instance of the tiny model of this kind; engines of different devices start at the same time."""
+    arguments = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 512 --max-num-seqs 32"
+    return {
+        "name": kind,
+        "model": name,
+        "engine": "vllm",
+        "command": [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model(kind)), "--host", "127.0.0.1"],
+        "engine_args": f"{arguments} --port {free_port()} --served-model-name {name} --chat-template {folder / 'chat.jinja'}",
+        "engine_env": ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1"],
+        "devices": [device],
+    }
 
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GateProcess]:
-    """One gate with one engine, for all tests of this module: starting a vLLM is most of what they take."""
+    """One gate with two engines, for all tests of this module: starting a vLLM is most of what they take."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "chat.jinja").write_text(TEMPLATE)
     arguments = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 512 --max-num-seqs 32"
-    instance = {
-        "name": "tiny",
-        "model": NAME,
-        "engine": "vllm",
-        "command": [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model()), "--host", "127.0.0.1"],
-        "engine_args": f"{arguments} --port {free_port()} --served-model-name {NAME} --chat-template {folder / 'chat.jinja'}",
-        "engine_env": ["VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1"],
-    }
-    process = GateProcess(write(folder, instances=[instance], sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
+    instances = [_instance(folder, NAME, "llama", device=0), _instance(folder, OTHER, "sliding", device=1)]
+    instances[1]["sleep"] = {"auto_sleep_enabled": True, "idle_threshold_seconds": 3, "check_interval_seconds": 0.2}
+    process = GateProcess(write(folder, instances=instances, sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
     try:
         process.until(lambda: process.state(NAME) == "awake", timeout=200)
+        process.until(lambda: process.state(OTHER) in ("awake", "asleep"), timeout=200)
         yield process
     finally:
         pids = [int(line.split("(process ")[1].split(")")[0]) for line in process.log if "serves (process" in line]
@@ -56,7 +67,7 @@ def client(gate: GateProcess) -> Iterator[Any]:
 def test_official_client_completions_chat_and_streams(client: Any) -> None:
     import openai
 
-    assert [card.id for card in client.models.list().data] == [NAME]
+    assert [card.id for card in client.models.list().data] == [NAME, OTHER]
     whole = client.completions.create(model=NAME, prompt="cache blocks", max_tokens=6, temperature=0)
     assert whole.usage.completion_tokens == 6
     pieces = client.completions.create(model=NAME, prompt="cache blocks", max_tokens=6, temperature=0, stream=True)
@@ -81,6 +92,28 @@ def test_answers_are_the_engines_own_bytes(gate: GateProcess) -> None:
         with urllib.request.urlopen(request) as answer:
             answers.append((answer.status, answer.headers["content-type"], json.loads(answer.read())["choices"]))
     assert answers[0] == answers[1]
+
+
+def test_two_models_at_once_each_answer_for_themselves(client: Any) -> None:
+    def answer(name: str) -> str:
+        found = client.completions.create(model=name, prompt="warm prefixes", max_tokens=8, temperature=0)
+        assert found.model == name
+        return str(found.choices[0].text)
+
+    with ThreadPoolExecutor(12) as pool:
+        texts = list(pool.map(answer, [NAME, OTHER] * 6))
+    assert len(set(texts[0::2])) == len(set(texts[1::2])) == 1
+    assert texts[0] != texts[1]
+
+
+def test_the_idle_model_falls_asleep_and_a_request_wakes_it_while_the_other_serves_on(gate: GateProcess, client: Any) -> None:
+    gate.until(lambda: gate.state(OTHER) == "asleep", timeout=30)
+    assert gate.state(NAME) == "awake"
+    assert client.completions.create(model=NAME, prompt="warm", max_tokens=2).usage.completion_tokens == 2
+    assert gate.state(OTHER) == "asleep", "nobody asked for it"
+    wakes = gate.ask("/models")[1]["models"][OTHER]["wakes"]
+    assert client.completions.create(model=OTHER, prompt="warm", max_tokens=2).usage.completion_tokens == 2
+    assert gate.ask("/models")[1]["models"][OTHER]["wakes"] == wakes + 1
 
 
 def test_sleep_lets_a_stream_end_and_twenty_requests_are_one_wake_up(gate: GateProcess, client: Any) -> None:
@@ -120,10 +153,11 @@ def test_killed_engine_ends_the_stream_with_an_error_and_is_started_again(gate: 
 
     pieces = client.completions.create(model=NAME, prompt="warm", max_tokens=400, stream=True, extra_body={"ignore_eos": True})
     next(pieces)
-    pid = next(int(line.split("(process ")[1].split(")")[0]) for line in gate.log if "serves (process" in line)
+    pid = next(int(line.split("(process ")[1].split(")")[0]) for line in gate.log if f"{NAME}: serves (process" in line)
     os.killpg(pid, signal.SIGKILL)
     with pytest.raises((openai.APIError, openai.APIConnectionError)):
         list(pieces)
     gate.until(lambda: gate.state(NAME) == "starting")
     assert "signal 9" in gate.ask("/models")[1]["models"][NAME]["last_error"]
-    gate.until(lambda: sum("starting: " in line for line in gate.log) == 2)
+    gate.until(lambda: sum(f"{NAME}: starting: " in line for line in gate.log) == 2)
+    assert client.completions.create(model=OTHER, prompt="warm", max_tokens=2).usage.completion_tokens == 2, "the other serves on"
