@@ -7,6 +7,8 @@
 
 app         kvd's commands, their flags
 commands    what they do
+engine_commands  those about an engine: is it working, why is this prompt not found
+engines     asking an engine's own server, and telling what it is
 status      what `kvd status` says: one health word, the reasons, what is stored
 service     what runs: server, operations, stats, the daemon's life
 wire        what travels: protocol, client

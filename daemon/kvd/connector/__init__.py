@@ -18,6 +18,13 @@
     view          what must be known of an engine to find what it stored
     book          the views that engines left in the daemon: why one finds nothing of what another stored
     describe      what a worker tells the engine's own server
+    endpoint      kvd's routes on that server: prewarm, why, keys, engine
+    asked         the body of such a request, read and checked
+    prompt        from that body to block hashes, through the engine's own renderer
+    hashing       block hashes as the engine makes them, in its server's process
+    events        what the engine has itself, as far as its KV events tell
+    prewarm       jobs that bring a prompt's chunks up from the tiers
+    explain       chunk by chunk, why a prompt is found or not
     link          one connection to the daemon that never makes the engine wait twice
     settings      every KVD_* variable
     segment       the counters in shared memory, for kvtop and kvdoctor
@@ -27,13 +34,20 @@ Importing this package costs nothing and touches nothing: the front end, the sch
 The class is resolved when asked for, since only then is vLLM sure to be there.
 """
 
+import importlib.util
 from typing import Any
+
+SUPPORTED = "vLLM 0.32 or newer"
+ELSE = "Other engines can store and load through kvd.Client, which knows nothing of any engine"
 
 __all__ = ["KvdConnector"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "KvdConnector":
+        if importlib.util.find_spec("vllm") is None:
+            # An ImportError, as what asks for a class expects; another engine's loader shows it to its operator.
+            raise ImportError(f"kvd's connector runs inside {SUPPORTED}; this Python has no vllm. {ELSE}")
         from kvd.connector.connector import KvdConnector
 
         return KvdConnector

@@ -169,7 +169,7 @@ class KvdEndpoint:
             answers = await self._engine.collective_rpc(METHOD, timeout=RPC_S)
         except NotImplementedError:
             raise Refusal(409, "this engine runs without KvdConnector") from None
-        except Exception as error:
+        except Exception as error:  # the process's edge: a worker's error comes back as any type, and becomes an answer
             if METHOD in str(error) or "not implemented" in str(error).lower():
                 raise Refusal(409, "this engine runs without KvdConnector") from None
             raise Refusal(503, f"the engine's workers do not answer: {error}") from error

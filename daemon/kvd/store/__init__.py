@@ -6,6 +6,7 @@ arena      one shared memory object the engines map, and the daemon's view of it
 extents    which bytes of the arena are free
 index      identity -> entry, least recently used first, per retention class
 accounts   who uses what: figures a namespace, a bounded number of them
+tombstones why values are gone: the last fates, for kvd why
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
 store      the decisions: what is stored, found, evicted, refused
