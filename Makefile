@@ -47,8 +47,8 @@ man: .venv/.ready ## lint the man pages and compare them with the commands
 slow: .venv/.ready .venv-vllm/.ready ## what is marked slow: minutes
 	@$(BIN)/python -m tests.support.suites slow
 
-soak: .venv/.ready ## kill, fill and corrupt the daemon again and again, SOAK_S seconds (default 600)
-	@KVTEST_SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -q -m soak --timeout=0
+soak: .venv/.ready ## kill clients and daemon, fill and corrupt its disk, for SOAK_S seconds (default 600): nothing wrong, nothing leaked
+	@KVTEST_SOAK_S=$${SOAK_S:-600} $(BIN)/python -m pytest -q -s -m soak --timeout=0 tests/kvd
 
 bench: .venv/.ready ## the numbers of the README, measured here
 	@$(BIN)/python -m tests.bench
