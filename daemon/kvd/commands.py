@@ -58,7 +58,25 @@ def _confirm(question: str, yes: bool) -> None:
 
 def _reader(socket: Path | None) -> StatsReader:
     path = (socket or default_socket()).absolute()
-    return StatsReader(stats_name("kvd", instance_of_path(path)))
+    reader = StatsReader(stats_name("kvd", instance_of_path(path)))
+    try:
+        reader.read()
+    except NotFound:
+        # The segment is named after the path that the daemon knows its socket by: in a container that may be another one.
+        if (instance := _told_instance(path)) is not None:
+            reader.close()
+            return StatsReader(stats_name("kvd", instance))
+    return reader
+
+
+def _told_instance(path: Path) -> str | None:
+    from kvd.wire.client import Client
+
+    try:
+        with Client(path, timeout_s=1.0) as client:
+            return client.connect().welcome.instance
+    except KvError:
+        return None
 
 
 def _read(reader: StatsReader, socket: Path | None) -> StatsReading:

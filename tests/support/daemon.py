@@ -39,6 +39,8 @@ class Daemon:
         self.tier = self.folder / "tier"
         self.log = self.folder / "kvd.log"
         self.env = dict(env or {})
+        self.launcher: list[str] = []
+        """What starts it, such as `unshare ...`; it is the process that signals go to then."""
         self.words = ["serve", "--socket", str(self.socket), "--max-bytes", max_bytes, *map(str, words)]
         if tier is not None:
             self.tier.mkdir()
@@ -66,7 +68,7 @@ class Daemon:
             notify.settimeout(0.05)
             with self.log.open("ab") as log:
                 self.process = subprocess.Popen(
-                    [str(SCRIPTS / "kvd"), *self.words],
+                    [*self.launcher, str(SCRIPTS / "kvd"), *self.words],
                     env={**os.environ, **self.env, "NOTIFY_SOCKET": str(address)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

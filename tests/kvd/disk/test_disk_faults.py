@@ -103,6 +103,36 @@ def test_no_space_at_all_is_full():
     adapter.close()
 
 
+def test_a_start_without_room_for_anything_serves_what_is_there():
+    """Somebody else filled the file system while the daemon was stopped: what is there is read, and deletes of it still count."""
+    io = SimStorage()
+    adapter = simulated(io, 2 << 20, region_bytes=128 << 10)
+    for number in range(40):
+        put(adapter, identity(number), value(number, 20_000))
+    adapter.delete([identity(number) for number in range(0, 40, 7)])
+    there = {number for number in range(40) if get(adapter, identity(number)) is not None}
+    assert len(there) > 20
+    io.kill()
+
+    def full(name: str, path: Path, size: int) -> OSError | None:
+        if name in ("pwritev", "fallocate") and path.suffix == ".tmp":
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return None
+
+    for _ in range(2):
+        io.fault = full
+        adapter = simulated(io, 2 << 20, region_bytes=128 << 10)
+        assert {number for number in range(40) if get(adapter, identity(number)) is not None} == there
+        gone = there.pop()
+        adapter.delete([identity(gone)])
+        io.kill()
+    io.fault = None
+    adapter = simulated(io, 2 << 20, region_bytes=128 << 10)
+    assert {number for number in range(40) if get(adapter, identity(number)) is not None} == there
+    assert all(get(adapter, identity(number)) == value(number, 20_000) for number in there)
+    adapter.close()
+
+
 def test_the_free_space_floor_is_kept():
     io = SimStorage(capacity=1 << 20)
     adapter = simulated(io, 8 << 20, region_bytes=128 << 10, free_floor_bytes=512 << 10)

@@ -15,6 +15,7 @@ the device's sake, AdapterFull or AdapterError is raised, so that the tier's bre
 Concurrency: every method from any thread, several at once, between `open` and `close`.
 """
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -218,10 +219,20 @@ class DiskAdapter(Adapter):
         for file in found:
             if file.scan is None:
                 self._files.adopt_free(file.path, file.fd, file.size)
-        self._deletes.rewrite(catalog.stale)
+        self._renew_deletes()
         self._evictor.release_dead([region for region, _ in pairs])
         self._evictor.fit()
         self._resume([region for region, _ in pairs])
+
+    def _renew_deletes(self) -> None:
+        """Start with a log of what is needed; on a file system without room for it, with the one there is."""
+        try:
+            self._deletes.rewrite(self._catalog.stale)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            log.warning("%s: no room to write the deletes log anew: going on with the old one", self.path)
+            self._deletes.go_on()
 
     def _resume(self, regions: list[Region]) -> None:
         """Let the regions with the most room take appends again."""

@@ -13,6 +13,7 @@ Concurrency: `append` and `rewrite` take the log's own lock, which is never held
 Failure: an OSError of a write is raised, and the log stays as it was (a torn pair has a bad checksum and is skipped).
 """
 
+import contextlib
 import threading
 from collections.abc import Container
 from pathlib import Path
@@ -83,6 +84,18 @@ class DeletesLog:
         with self._lock:
             self._replace([(identity, sequence) for identity, sequence in self.load().items() if identity in needed])
 
+    def go_on(self) -> None:
+        """Go on with the log as it is, where there is no room to write it anew: it says all it has to, and more. Raises OSError."""
+        with self._lock:
+            lines = len(self.load())
+            try:
+                fd = self._io.open(self._path)
+            except FileNotFoundError:
+                fd = self._io.open(self._path, create=True)
+            self.close()
+            self._fd, self.lines = fd, lines
+            self._pairs = self._io.size(fd) // _PAIR  # half a pair at the end is an append that tore: it is written over
+
     def replace(self, lines: list[tuple[Identity, int]]) -> None:
         """Replace the log by these lines, as `rewrite` does."""
         with self._lock:
@@ -100,6 +113,8 @@ class DeletesLog:
             self._io.fsync_dir(self._root)
         except OSError:
             self._io.close(fd)
+            with contextlib.suppress(OSError):
+                self._io.unlink(temporary)  # what it took is badly needed where there is no room
             raise
         self.close()
         self._fd, self._pairs, self.lines = fd, pairs, len(kept)
