@@ -70,6 +70,10 @@ def serve(
         list[str] | None, typer.Option("--allow-gid", metavar="GID", help="Let this group connect (repeatable).")
     ] = None,
     hugepages: Annotated[bool | None, typer.Option("--hugepages/--no-hugepages", help="Ask for 2 MiB pages.")] = None,
+    mlock: Annotated[bool | None, typer.Option("--mlock/--no-mlock", help="Keep the arena from being swapped out.")] = None,
+    numa_node: Annotated[
+        str | None, typer.Option("--numa-node", metavar="N", help="Take the arena's pages from this NUMA node where it has any.")
+    ] = None,
     eviction_policy: Annotated[
         str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, or noop: a full arena refuses.")
     ] = None,
@@ -109,6 +113,8 @@ def serve(
         "allow_uid": allow_uid or None,
         "allow_gid": allow_gid or None,
         "hugepages": hugepages,
+        "mlock": mlock,
+        "numa_node": numa_node,
         "eviction_policy": eviction_policy,
         "drain_timeout": drain_timeout,
         "log_level": log_level,

@@ -6,6 +6,7 @@ server      the socket: who may come in, the handshake, frames in and out
 peers       whose process is at the other end, and when it is gone
 faults      what no request may ask for: sizes and lengths, checked before anything is touched
 operations  one method a request: store first, tiers where the store has nothing
+writing     requests that write, and the waiting for their room
 gather      pinning a run of keys in RAM while the rest comes up from tiers
 direct      parts of a tier's files, lent and held for I/O past the daemon (GPU-direct)
 rounds      listing and clearing everything in small steps

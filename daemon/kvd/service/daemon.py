@@ -26,6 +26,7 @@ from kvd.service.http import Window, exposition
 from kvd.service.operations import Operations
 from kvd.service.server import Server
 from kvd.store.arena import Arena
+from kvd.store.room import Rooms
 from kvd.store.store import Store
 from kvd.tiers.adapters.base import Adapter, Durability
 from kvd.tiers.tiering import Tiering
@@ -53,6 +54,8 @@ class Options:
     allow_uids: frozenset[int] = frozenset()
     allow_gids: frozenset[int] = frozenset()
     huge_pages: bool = False
+    mlock: bool = False
+    numa_node: int | None = None
     drain_s: float = 20.0
     evicting: bool = True
     metrics_host: str = "127.0.0.1"
@@ -81,10 +84,11 @@ class Daemon:
     async def run(self) -> None:
         """Serve until told to stop. Raises what keeps it from starting (KvdError, UsageError, AdapterError)."""
         options, loop = self.options, asyncio.get_running_loop()
-        arena = Arena(options.max_bytes, huge=options.huge_pages)
+        arena = Arena(options.max_bytes, huge=options.huge_pages, mlock=options.mlock, numa_node=options.numa_node)
         self.store = Store(arena)
         self.store.evicting = options.evicting
-        self.tiering = Tiering(self.store)
+        rooms = Rooms(self.store)
+        self.tiering = Tiering(self.store, rooms)
         instance = instance_of_path(options.socket)
         self.operations = Operations(self.store, self.tiering, instance=instance, changed=self._changed, info=self._info)
         self.operations.drain = self.drain
@@ -123,6 +127,7 @@ class Daemon:
                 self._publisher.close()
             with contextlib.suppress(Exception):  # the process edge: nothing here may hide what ended the daemon
                 await self.tiering.close(0.5)
+            rooms.close()
             arena.close()
 
     async def _open_window(self) -> None:
@@ -190,7 +195,17 @@ class Daemon:
         )
         self.server.allow(new.allow_uids, new.allow_gids)
         self.store.evicting = new.evicting
-        fixed = ("socket", "max_bytes", "socket_mode", "socket_group", "huge_pages", "metrics_host", "metrics_port")
+        fixed = (
+            "socket",
+            "max_bytes",
+            "socket_mode",
+            "socket_group",
+            "huge_pages",
+            "mlock",
+            "numa_node",
+            "metrics_host",
+            "metrics_port",
+        )
         waiting = [name for name in fixed if getattr(old, name) != getattr(new, name)]
         log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
 

@@ -3,8 +3,12 @@
 The run is worked off in blocks, from its start, all namespaces side by side. What lies further on is not pinned yet, so
 that room for the first keys may come from evicting the last ones: when the arena is too small for the whole run, what is
 served is its longest beginning that fits.
+
+Room may have to be waited for: pages that are being faulted in, slices of a long eviction. Others are served meanwhile, and
+what was pinned until then stays pinned.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +19,8 @@ from kvd.store.store import ABSENT, Store
 from kvd.tiers.tiering import NOTHING, Fetch, Known, Tiering
 
 BLOCK = 16
+STEP_S = 0.001
+"""Nobody else is served for about this long."""
 
 
 @dataclass
@@ -38,13 +44,26 @@ class Gathering:
         self.keys = keys
         self.length = len(keys)
         self.parts = {name: Part(np.zeros(len(keys), dtype=np.int64), []) for name in namespaces}
-        for start in range(0, len(keys), BLOCK):
-            for name, part in self.parts.items():
-                self._block(name, part, start, min(start + BLOCK, len(keys)))
-            if self.length < start + BLOCK:
-                break
 
-    def _block(self, namespace: bytes, part: Part, start: int, end: int) -> None:
+    async def begin(self, deadline_s: float) -> "Gathering":
+        """Pin and start promoting, waiting for room up to the deadline (event-loop time). Cancelled, it lets go of everything."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        try:
+            for start in range(0, len(self.keys), BLOCK):
+                for name, part in self.parts.items():
+                    await self._block(name, part, start, min(start + BLOCK, len(self.keys)), deadline_s)
+                if self.length < start + BLOCK:
+                    break
+                if loop.time() - since > STEP_S:
+                    await asyncio.sleep(0)
+                    since = loop.time()
+        except BaseException:
+            self.let_go()
+            raise
+        return self
+
+    async def _block(self, namespace: bytes, part: Part, start: int, end: int, deadline_s: float) -> None:
         keys = self.keys[start:end]
         slots = self.store.find(namespace, keys)
         part.slots[start:end] = slots
@@ -54,7 +73,7 @@ class Gathering:
         part.pinned.append(here)
         if missing.size:
             absent = [keys[i] for i in missing.tolist()]
-            part.fetch = self.tiering.fetch(namespace, absent, part.fetch, self.known)
+            part.fetch = await self.tiering.fetch(namespace, absent, deadline_s, part.fetch, self.known)
             if part.fetch is not None and part.fetch.no_room is not None:
                 self.length = min(self.length, start + keys.index(part.fetch.no_room))
 

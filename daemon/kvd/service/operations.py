@@ -20,14 +20,13 @@ from kvd.service.faults import fault
 from kvd.service.gather import Gathering
 from kvd.service.histogram import OPERATION_BOUNDS_S, Histogram
 from kvd.service.server import Connection
+from kvd.service.writing import Writing
 from kvd.store.extents import PAGE
 from kvd.store.index import Slots
-from kvd.store.leases import Lent as LentExtent
-from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Durability, Hit
-from kvd.tiers.tiering import NOTHING, Fetch, Known, Tiering
+from kvd.tiers.tiering import NOTHING, Known, Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
 
@@ -39,6 +38,8 @@ BRIEF_S = 0.5
 """A lease asked for no longer than this may be left to run out; who needs room waits for it."""
 ROOM_POLL_S = 0.005
 DRAIN_LEAST_S = 0.25
+PIN_ROOM_S = 1.0
+"""How long a prefix that is to be pinned may wait for what the daemon itself has to do for its room."""
 INLINE_TOTAL = 1 << 20
 ASK_KEYS = 256
 """Keys of a prefix that are asked for at a time."""
@@ -77,15 +78,16 @@ class Operations:
         self.drain: Callable[[], Awaitable[tuple[Durability, int]]] | None = None
         self.tokens: dict[bytes, Gathering] = {}
         """Prefixes pinned and not claimed yet, by the 16 random bytes that claim them, from any connection."""
+        self.writing = Writing(store, tiering, lease_s=LEASE_S)
         self.direct = DirectDesk(store, tiering, lease_s=LEASE_S)
         self._methods: dict[type[p.Request], Callable[[Connection, Any], RESULT]] = {
             p.Exists: self.exists,
             p.Lease: self.lease,
             p.Release: self.release,
-            p.Reserve: self.reserve,
-            p.Commit: self.commit,
-            p.PutInline: self.put_inline,
-            p.Abort: self.abort,
+            p.Reserve: self.writing.reserve,
+            p.Commit: self.writing.commit,
+            p.PutInline: self.writing.put_inline,
+            p.Abort: self.writing.abort,
             p.Prefix: self.prefix,
             p.Claim: self.claim,
             p.Renew: self.renew,
@@ -99,7 +101,7 @@ class Operations:
             p.Ping: self.ping,
             p.Where: self.where,
             p.Unpin: self.unpin,
-            p.DirectReserve: lambda link, m: self._may_write(link, m) or self.direct.reserve(link, m),
+            p.DirectReserve: lambda link, m: self.writing.may_write(link, m) or self.direct.reserve(link, m),
             p.DirectCommit: self.direct.commit,
             p.DirectAbort: self.direct.abort,
             p.DirectHold: self.direct.hold,
@@ -203,7 +205,7 @@ class Operations:
         deadline = loop.time() + m.timeout_ms / 1000
         known = await self._ask([m.namespace], m.keys, deadline)
         while True:
-            gathering = Gathering(self.store, self.tiering, [m.namespace], m.keys, known)
+            gathering = await Gathering(self.store, self.tiering, [m.namespace], m.keys, known).begin(deadline)
             try:
                 if gathering.length or loop.time() >= deadline:
                     await gathering.wait(deadline)
@@ -270,7 +272,7 @@ class Operations:
         length = self._leading(m, NOTHING)
         if length < len(m.keys) and m.timeout_ms > 0 and self.tiering.must_ask:
             return self._prefix_below(m)
-        return self._prefix_found(m, length, NOTHING)
+        return self._pin_prefix(m, length, NOTHING) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
 
     def _leading(self, m: p.Prefix, known: Known) -> int:
         """How many leading keys RAM and tiers have, as far as is known."""
@@ -294,25 +296,20 @@ class Operations:
             asked = length + ASK_KEYS
             known.update(await self._ask(m.namespaces, m.keys[length:asked], deadline))
             length = self._leading(m, known)
-        return self._prefix_found(m, length, known)
+        return await self._pin_prefix(m, length, known) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
 
-    def _prefix_found(self, m: p.Prefix, length: int, known: Known) -> p.Answer:
-        token = b""
-        if m.pin_ms > 0 and length:
-            length, token = self._pin_prefix(m, length, known)
-        return p.PrefixFound(m.id, length, token)
-
-    def _pin_prefix(self, m: p.Prefix, length: int, known: Known) -> tuple[int, bytes]:
+    async def _pin_prefix(self, m: p.Prefix, length: int, known: Known) -> p.Answer:
         """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
         seconds = min(m.pin_ms / 1000, LEASE_S)
         gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length], known)
+        await gathering.begin(asyncio.get_running_loop().time() + max(PIN_ROOM_S, m.timeout_ms / 1000))
         if not gathering.length:
             gathering.let_go()
-            return 0, b""
+            return p.PrefixFound(m.id, 0, b"")
         token = secrets.token_bytes(16)
         self.tokens[token] = gathering
         asyncio.get_running_loop().call_later(seconds, self._end_token, token)
-        return gathering.length, token
+        return p.PrefixFound(m.id, gathering.length, token)
 
     def _end_token(self, token: bytes) -> None:
         gathering = self.tokens.pop(token, None)
@@ -345,15 +342,12 @@ class Operations:
 
     async def _prefetch_below(self, m: p.Prefetch) -> p.Answer:
         deadline = _deadline(m.timeout_ms)
-        fetch = self._fetch_absent(m, await self._ask([m.namespace], m.keys, deadline))
-        return p.Count(m.id, 0) if fetch is None else await self._prefetched(m, fetch, deadline)
-
-    def _fetch_absent(self, m: p.Prefetch, known: Known) -> Fetch | None:
+        known = await self._ask([m.namespace], m.keys, deadline)
         slots = self.store.find(m.namespace, m.keys)
         absent = [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()]
-        return self.tiering.fetch(m.namespace, absent, known=known)
-
-    async def _prefetched(self, m: p.Prefetch, fetch: Fetch, deadline: float) -> p.Answer:
+        fetch = await self.tiering.fetch(m.namespace, absent, deadline, known=known)
+        if fetch is None:
+            return p.Count(m.id, 0)
         try:
             await self.tiering.wait(fetch, deadline)
             return p.Count(m.id, len(fetch.slots))
@@ -361,98 +355,7 @@ class Operations:
             self.tiering.let_go(fetch)
 
     def prefetch(self, link: Connection, m: p.Prefetch) -> RESULT:
-        if self.tiering.must_ask:
-            return self._prefetch_below(m)
-        fetch = self._fetch_absent(m, NOTHING)
-        return p.Count(m.id, 0) if fetch is None else self._prefetched(m, fetch, _deadline(m.timeout_ms))
-
-    # ---- writing -----------------------------------------------------------------------------------------------------
-
-    def reserve(self, link: Connection, m: p.Reserve) -> RESULT:
-        if (refused := self._may_write(link, m)) is not None:
-            return refused
-        if any(map(self.store.too_large, m.sizes)):
-            self.store.counts.reject("too_large")
-            return p.Failed(m.id, "too_large", f"a value is larger than the arena ({self.store.arena.capacity} bytes)")
-        lent = self.store.reserve(link.holder, m.sizes, self.store.monotonic() + LEASE_S)
-        if len(lent) == len(m.sizes) or (lent and m.partial):
-            return _lent(m.id, lent)
-        if m.timeout_ms > 0 and self._room_may_come():
-            return self._reserve_slowly(link, m, lent)
-        return self._no_room(link, m, lent, "no_room")
-
-    def _room_may_come(self) -> bool:
-        """Values are on their way to a tier that works, or brief leases are about to end."""
-        return self.tiering.pending() or self.store.monotonic() < self.store.leases.brief_until_s + 0.1
-
-    async def _reserve_slowly(self, link: Connection, m: p.Reserve, lent: list[LentExtent]) -> p.Answer:
-        """No room now, but values on their way to a tier: wait for that, up to the client's deadline (I5)."""
-        deadline = asyncio.get_running_loop().time() + m.timeout_ms / 1000
-        try:
-            while len(lent) < len(m.sizes) and not (lent and m.partial):
-                if asyncio.get_running_loop().time() >= deadline:
-                    return self._no_room(link, m, lent, "busy")
-                await self.tiering.wait_for_room(min(deadline, asyncio.get_running_loop().time() + 0.05))
-                self.store.tick()
-                lent += self.store.reserve(link.holder, m.sizes[len(lent) :], self.store.monotonic() + LEASE_S)
-                if len(lent) < len(m.sizes) and not self._room_may_come() and not (lent and m.partial):
-                    return self._no_room(link, m, lent, "no_room")
-        except asyncio.CancelledError:
-            for extent in lent:
-                self.store.abort(link.holder, extent.serial)
-            raise
-        return _lent(m.id, lent)
-
-    def _no_room(self, link: Connection, m: p.Reserve, lent: list[LentExtent], code: str) -> p.Answer:
-        for extent in lent:
-            self.store.abort(link.holder, extent.serial)
-        self.store.counts.reject(code)
-        why = "the arena is full of values on their way to a tier" if code == "busy" else "the arena is full of pinned values"
-        return p.Failed(m.id, code, why)
-
-    def commit(self, link: Connection, m: p.Commit) -> RESULT:
-        if (refused := self._may_write(link, m)) is not None:
-            return refused
-        store = self.store
-        receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
-        rows = zip(m.serials, m.keys, m.lengths, strict=True)
-        reasons = store.commit(link.holder, m.namespace, rows, Retention(m.retention), m.expires_ns)
-        refusals = sum(map(bool, reasons))
-        self.tiering.collected(refusals)
-        ahead = store.reserve(link.holder, m.ahead, store.monotonic() + LEASE_S, ahead=True) if m.ahead else []
-        answer = p.Committed(m.id, reasons if refusals else [], 0, [e.serial for e in ahead], [e.offset for e in ahead])
-        return answer if receipt is None else self._durable(answer, receipt.done, receipt, m.wait_ms)
-
-    def put_inline(self, link: Connection, m: p.PutInline) -> RESULT:
-        if (refused := self._may_write(link, m)) is not None:
-            return refused
-        retention = Retention(m.retention)
-        receipt = self.tiering.collect(len(m.keys)) if m.wait_ms > 0 else None
-        reasons = [
-            self.store.put_inline(m.namespace, key, value, retention, m.expires_ns)
-            for key, value in zip(m.keys, m.values, strict=True)
-        ]
-        refusals = sum(map(bool, reasons))
-        self.tiering.collected(refusals)
-        answer = p.Committed(m.id, reasons if refusals else [], 0, [], [])
-        return answer if receipt is None else self._durable(answer, receipt.done, receipt, m.wait_ms)
-
-    async def _durable(self, answer: p.Committed, done: "asyncio.Future[None]", receipt: Any, wait_ms: int) -> p.Answer:
-        await asyncio.wait([done], timeout=wait_ms / 1000)
-        answer.durability = int(receipt.weakest or 0) if done.done() else 0
-        return answer
-
-    def abort(self, link: Connection, m: p.Abort) -> RESULT:
-        for serial in m.serials:
-            self.store.abort(link.holder, serial)
-        return p.Done(m.id)
-
-    def _may_write(self, link: Connection, m: p.Request) -> p.Failed | None:
-        if not link.write:
-            return p.Failed(m.id, "read_only", "this connection did not ask to write")
-        if self.store.draining:
-            return p.Failed(m.id, self.store.counts.reject("draining"), "the daemon takes no new writes")
-        return None
+        return self._prefetch_below(m) if self.tiering.tiers else p.Count(m.id, 0)
 
     # ---- removing and asking -----------------------------------------------------------------------------------------
 
@@ -539,7 +442,3 @@ async def _observed(work: Awaitable[p.Answer], begun: float, observe: Callable[[
 def _deadline(timeout_ms: int) -> float:
     """Event-loop time at which a client stops waiting."""
     return asyncio.get_running_loop().time() + timeout_ms / 1000
-
-
-def _lent(number: int, lent: list[LentExtent]) -> p.Lent:
-    return p.Lent(number, [extent.serial for extent in lent], [extent.offset for extent in lent])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.service.daemon import Daemon, Options
+from kvd.store.arena import NODES
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability
 from kvd.wire.connection import default_socket
@@ -71,6 +72,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _node(text: str) -> int:
+    there = sorted(int(path.name[4:]) for path in NODES.glob("node[0-9]*"))
+    if not text.isdigit() or (there and int(text) not in there):
+        raise UsageError(f"no such NUMA node: {text!r}", hint="this host has " + (", ".join(map(str, there)) or "none"))
+    return int(text)
+
+
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(os.pathsep) if part]
 
@@ -106,6 +114,8 @@ SETTINGS = (
     Setting("allow_uid", lambda t: [t], [], ("KVD_ALLOW_UID",), help="Users that may connect."),
     Setting("allow_gid", lambda t: [t], [], ("KVD_ALLOW_GID",), help="Groups that may connect."),
     Setting("hugepages", _switch, False, ("KVD_HUGEPAGES",), help="Ask for 2 MiB pages."),
+    Setting("mlock", _switch, False, ("KVD_MLOCK",), help="Keep the arena from being swapped out."),
+    Setting("numa_node", _node, None, ("KVD_NUMA_NODE",), help="Take the arena's pages from this NUMA node where it has any."),
     Setting(
         "eviction_policy", _word("eviction policy", "LRU", "noop"), "LRU", ("KVD_EVICTION_POLICY",), help="What a full arena does."
     ),
@@ -248,6 +258,8 @@ def options_of(settings: Resolved) -> Options:
         allow_uids=frozenset(map(_uid, value["allow_uid"])),
         allow_gids=frozenset(map(_gid, value["allow_gid"])),
         huge_pages=value["hugepages"],
+        mlock=value["mlock"],
+        numa_node=value["numa_node"],
         drain_s=value["drain_timeout"],
         evicting=value["eviction_policy"] == "LRU",
         metrics_host=value["metrics_host"],

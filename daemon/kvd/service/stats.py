@@ -106,6 +106,8 @@ def _store_rows(store: Store, tiering: Tiering, tokens: Callable[[], int]) -> li
     counter("evictions_unwritten_total", "", "Of these, evicted before a broken tier had taken them.", lambda: counts.evicted_dirty)
     counter("expirations_total", "", "Values whose time to live had passed.", lambda: counts.expirations)
     counter("deletes_total", "", "Values deleted on request.", lambda: counts.deletes)
+    counter("moves_total", "", "Values moved inside the arena to bring free pages together.", lambda: counts.moves)
+    counter("move_bytes_total", "bytes", "Bytes of these.", lambda: counts.move_bytes)
     counter("promotions_total", "", "Values brought up from a tier.", lambda: counts.promotions)
     counter(
         "corruptions_total",
@@ -117,10 +119,16 @@ def _store_rows(store: Store, tiering: Tiering, tokens: Callable[[], int]) -> li
     gauge("entries", "", "Values in the arena.", lambda: index.entries)
     gauge("arena_bytes_used", "bytes", "Pages lent or holding values.", lambda: arena.used_bytes)
     gauge("arena_bytes_limit", "bytes", "Size of the arena.", lambda: arena.capacity)
+    gauge("arena_bytes_ready", "bytes", "Of these, faulted in so far.", lambda: arena.ready_bytes)
+    gauge("arena_huge_pages", "", "1 while the arena has the huge pages that were asked for.", lambda: int(arena.huge))
+    gauge("arena_locked", "", "1 while it is locked in memory, as was asked for.", lambda: int(arena.locked))
+    gauge(
+        "arena_numa", "", "1 while its pages come from the NUMA node that was asked for.", lambda: int(arena.numa_node is not None)
+    )
     gauge(
         "arena_bytes_largest_free",
         "bytes",
-        "The largest value that fits without an eviction.",
+        "The largest value that fits without an eviction or a move.",
         lambda: arena.extents.largest() * PAGE,
     )
     gauge("leases_active", "", "Read leases open.", lambda: len(leases.reads))

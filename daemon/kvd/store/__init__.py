@@ -4,10 +4,12 @@ identity   what a value is stored under: 64 bytes, namespace and key
 retention  how long a value may live: classes, expiry
 arena      one shared memory object the engines map, and the daemon's view of it
 extents    which bytes of the arena are free
+compact    which values to move, so that scattered free pages become one run
 index      identity -> entry, least recently used first, per retention class
 accounts   who uses what: figures a namespace, a bounded number of them
 tombstones why values are gone: the last fates, for kvd why
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
 store      the decisions: what is stored, found, evicted, refused
+room       room that takes more than one go: slices of evictions, pages being faulted in, moves (the one that waits)
 """

@@ -6,7 +6,13 @@ asked to write gets a writable one. The memfd's mode is 0400, so that a reader c
 (root can: root can do anything to this process).
 
 Pages are faulted in by the daemon before they are lent, from low addresses up, so that memory is charged to the daemon's
-cgroup and not to whichever engine touched it first. A background thread keeps ahead of what has been lent.
+cgroup and not to whichever engine touched it first. A background thread does it and nobody else (a page costs a quarter of a
+microsecond: 180 MiB would stop the event loop for 80 ms); it keeps ahead of what has been lent. Who finds no room because
+it has not come that far calls `grows_for` and waits for `when_grown`. When the host or the cgroup has no memory, the arena
+stays as large as it is, and the thread tries again now and then.
+
+`mlock` keeps what is faulted in from being swapped out; `numa_node` says on which node pages are faulted in where it has
+room. Neither is had for certain: a failed request is said at WARN, once, and in stats.
 """
 
 import ctypes
@@ -15,7 +21,11 @@ import fcntl
 import logging
 import mmap
 import os
+import platform
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +37,21 @@ log = logging.getLogger("kvd.arena")
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
+_MADV_HUGEPAGE = 14
+_MPOL_PREFERRED = 1
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+NODES = Path("/sys/devices/system/node")
+FIRST = 16 << 20
+"""Faulted in before anything is served."""
 _AHEAD = 256 << 20
-_STEP = 8 << 20
+_STEP = 2 << 20  # about a millisecond: whoever maps or unmaps memory meanwhile waits for it
+RETRY_S = 5.0
 _MFD_HUGETLB, _MFD_HUGE_2MB = 4, 21 << 26
 HUGE = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -45,8 +63,9 @@ class Arena:
     WARN and `huge` is False afterwards.
     """
 
-    def __init__(self, capacity: int, *, huge: bool = False) -> None:
+    def __init__(self, capacity: int, *, huge: bool = False, mlock: bool = False, numa_node: int | None = None) -> None:
         self.huge = huge
+        self.locked = mlock
         unit = HUGE if huge else PAGE
         self.capacity = max(PAGE, capacity // unit * unit)
         self.fd = self._create()
@@ -60,13 +79,18 @@ class Arena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         os.fchmod(self.fd, 0o400)
         self.read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        self.extents = Extents(self.capacity // PAGE)
         self._address = self.bytes.ctypes.data
+        self.numa_node = numa_node if numa_node is not None and self._prefer(numa_node) else None
+        if not self.huge:  # pages of 2 MiB where the host lets shared memory have them when it asks; else this does nothing
+            _libc.madvise(self._address, self.capacity, _MADV_HUGEPAGE)
+        self.extents = Extents(self.capacity // PAGE)
         self._populated = 0
-        self._lent_to = 0
-        self._lock = threading.Lock()
+        self._wanted = 0
+        self._denied_s: float | None = None
+        self._grown: Callable[[], None] = lambda: None
         self._wake = threading.Event()
         self._closing = threading.Event()
+        self._populate(min(self.capacity, FIRST))
         self._thread = threading.Thread(target=self._keep_ahead, name="kvd-prefault", daemon=True)
         self._thread.start()
 
@@ -96,19 +120,45 @@ class Arena:
         return self.capacity - self.extents.free_pages * PAGE
 
     def alloc(self, length: int) -> int | None:
-        """Offset of room for `length` bytes, 4 KiB-aligned and faulted in, or None."""
-        page = self.extents.alloc(pages_of(length))
+        """Offset of room for `length` bytes, 4 KiB-aligned and faulted in, or None: then `grows_for` says whether to wait."""
+        page = self.extents.alloc(length + 4095 >> 12 or 1)
         if page is None:
             return None
-        end = self.extents.top * PAGE
-        if end > self._lent_to:
-            if end > self._populated and not self._populate(end):
-                self.extents.free(page, pages_of(length))
-                return None
-            self._lent_to = end
-            if self._populated < min(self.capacity, end + _AHEAD // 2):
-                self._wake.set()
+        if self._populated < self.capacity and self._populated - self.extents.top * PAGE < _AHEAD // 2:
+            self._wake.set()
         return page * PAGE
+
+    def grows_for(self, pages: int) -> bool:
+        """Whether a run of `pages` is about to be faulted in. Sees to it that it is."""
+        goal = (self.extents.top + pages) * PAGE
+        if goal <= self._populated or goal > self.capacity:
+            return False
+        if self._denied_s is not None:
+            if time.monotonic() - self._denied_s < RETRY_S:
+                return False
+            self._denied_s = None
+        self._wanted = max(self._wanted, goal)
+        self._wake.set()
+        return True
+
+    def when_grown(self, callback: Callable[[], None]) -> None:
+        """Call back, on the thread that faults pages in, after each step of it (and when there is no memory for one)."""
+        self._grown = callback
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes faulted in so far: what the arena costs the host."""
+        return self._populated
+
+    def settle(self, size: int, timeout_s: float = 30.0) -> None:
+        """Wait until `size` bytes are faulted in, for whoever has no event loop. Raises KvdError when they do not come."""
+        end = time.monotonic() + timeout_s
+        self._wanted = max(self._wanted, min(size, self.capacity))
+        self._wake.set()
+        while self._populated < min(size, self.capacity):
+            if self._denied_s is not None or time.monotonic() > end:
+                raise KvdError(f"no memory for {size} bytes of the arena", hint="give --max-bytes what this host has")
+            time.sleep(0.001)
 
     def free(self, offset: int, length: int) -> None:
         """Give back room that `alloc` gave for `length` bytes."""
@@ -135,6 +185,10 @@ class Arena:
             end = offset + length
             self.view[end : end + slack] = bytes(slack)
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy bytes inside the arena, without the GIL. The two may not overlap."""
+        np.copyto(self.bytes[target : target + length], self.bytes[source : source + length])
+
     def close(self) -> None:
         """Stop the thread and let go of the descriptors; mappings of clients live on."""
         self._closing.set()
@@ -145,27 +199,50 @@ class Arena:
 
     def _keep_ahead(self) -> None:
         while not self._closing.is_set():
-            goal = min(self.capacity, self._lent_to + _AHEAD)
-            while self._populated < goal and not self._closing.is_set() and self._populate(min(goal, self._populated + _STEP)):
-                pass
+            while not self._closing.is_set() and self._denied_s is None:
+                goal = min(self.capacity, max(self.extents.top * PAGE + _AHEAD, self._wanted))
+                if self._populated >= goal:
+                    break
+                self._populate(min(goal, self._populated + _STEP))
+                self._grown()
             self._wake.wait()
             self._wake.clear()
 
-    def _populate(self, end: int) -> bool:
-        """Fault pages in up to `end`, without the GIL. False when the host (or the cgroup) has no memory for them."""
-        with self._lock:
-            start = self._populated
-            if end <= start:
-                return True
-            end = min(self.capacity, max(end, start + (1 << 20)))
-            if _libc.madvise(self._address + start, end - start, _MADV_POPULATE_WRITE) != 0:
-                why = ctypes.get_errno()
-                if why != errno.EINVAL:
-                    log.warning("no memory for more of the arena (%s): it stays at %d bytes", os.strerror(why), start)
-                    return False
-                self.bytes[start:end:PAGE] |= 0  # Linux before 5.14: touching does the same, with the GIL
-            self._populated = end
-            return True
+    def _populate(self, end: int) -> None:
+        """Fault pages in up to `end`, without the GIL; only this thread does, after the first few."""
+        start = self._populated
+        if _libc.madvise(self._address + start, end - start, _MADV_POPULATE_WRITE) != 0:
+            why = ctypes.get_errno()
+            if why != errno.EINVAL:
+                log.warning("no memory for more of the arena (%s): it stays at %d bytes for now", os.strerror(why), start)
+                self._deny(start)
+                return
+            self.bytes[start:end:PAGE] |= 0  # Linux before 5.14: touching does the same, with the GIL
+        if self.locked and _libc.mlock(self._address + start, end - start) != 0:
+            self.locked = False
+            log.warning(
+                "the arena cannot be locked in memory (%s): it may be swapped; raise the limit (ulimit -l, LimitMEMLOCK=)",
+                os.strerror(ctypes.get_errno()),
+            )
+        self._populated = end
+        self.extents.limit = end // PAGE
+
+    def _deny(self, start: int) -> None:
+        self.extents.limit = start // PAGE
+        self._denied_s = time.monotonic()
+
+    def _prefer(self, node: int) -> bool:
+        """Ask for pages of this NUMA node, where it has any left. The policy is the memory object's: it holds for every page."""
+        number = _SYS_MBIND.get(platform.machine())
+        mask = (ctypes.c_ulong * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        place = ctypes.c_void_p(self._address), ctypes.c_ulong(self.capacity)
+        bits = ctypes.c_ulong(len(mask) * 64 + 1)
+        if number is None or _libc.syscall(number, *place, _MPOL_PREFERRED, mask, bits, 0) != 0:
+            why = "on this machine nobody knows how" if number is None else os.strerror(ctypes.get_errno())
+            log.warning("pages of NUMA node %d asked for and not to be had (%s): they come from where the host likes", node, why)
+            return False
+        return True
 
 
 def _cannot(capacity: int, error: OSError) -> KvdError:

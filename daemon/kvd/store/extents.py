@@ -7,10 +7,14 @@ runs cost a Python object: a full arena of a million values costs nothing here.
 
 Merging is put off: a freed run first goes on the stack of its exact size, where the next value of that size finds it (the
 usual case: a host stores chunks of one or two sizes). Only when nothing fits are the stacks merged into the bins, each
-run once.
+run once; and when many wait, every further one pays for the merging of two, so that no merge takes longer than a millisecond.
 
 The tail that was never lent (the wilderness) is kept apart and used last, so that a young daemon stays low in its memory
-and pages are faulted in from one end only.
+and pages are faulted in from one end only. Of it, only what lies below `limit` may be lent yet: the rest is still being
+faulted in, by another thread.
+
+No allocator that never moves what it lent can promise that a mix of sizes fills its memory (half of it lies in holes too
+small for the next value in bad cases, measured); `claim` is for whoever moves values together: see `compact`.
 """
 
 PAGE = 4096
@@ -18,6 +22,8 @@ _EXACT = 16
 _SUB_BITS = 3
 _SUB = 1 << _SUB_BITS
 _SCAN = 8  # runs looked at in the bin that may or may not hold one large enough
+UNMERGED = 1024
+"""Freed runs that may wait to be merged."""
 
 
 def pages_of(length: int) -> int:
@@ -40,6 +46,8 @@ class Extents:
         self.pages = pages
         self.top = 0
         """First page of the wilderness: nothing at or above it is lent."""
+        self.limit = pages
+        """First page of the wilderness that may not be lent yet. Another thread raises it."""
         self.free_pages = pages
         self._size: dict[int, int] = {}  # first page of a free run -> pages
         self._start: dict[int, int] = {}  # page after a free run -> its first page
@@ -58,14 +66,14 @@ class Extents:
         if pages > self.free_pages:
             return None
         start = self._find(pages)
-        if start is None and self._unmerged and self.top + pages > self.pages:
+        if start is None and self._unmerged and self.top + pages > self.limit:
             self.merge()
             start = self._find(pages)
         if start is not None:
             size = self._take(start)
             if size > pages:
                 self._put(start + pages, size - pages)
-        elif self.top + pages <= self.pages:
+        elif self.top + pages <= self.limit:
             start = self.top
             self.top += pages
         else:
@@ -82,6 +90,36 @@ class Extents:
             self._stacks[pages] = [start]
         else:
             stack.append(start)
+        if self._unmerged > UNMERGED:
+            self._merge_two()
+
+    @property
+    def ready_pages(self) -> int:
+        """Free pages that may be lent now, in whatever pieces."""
+        return self.free_pages - (self.pages - max(self.top, self.limit))
+
+    def claim(self, start: int, pages: int) -> bool:
+        """Take exactly this free run: a merged one, the last one freed, or the wilderness' beginning. False: it is none."""
+        if (stack := self._stacks.get(pages)) and stack[-1] == start:
+            stack.pop()
+            self._unmerged -= 1
+        elif self._size.get(start) == pages:
+            self._take(start)
+        elif start == self.top and start + pages <= self.limit:
+            self.top += pages
+        else:
+            return False
+        self.free_pages -= pages
+        return True
+
+    def _merge_two(self) -> None:
+        for _ in range(2):
+            pages, starts = next(iter(self._stacks.items()))
+            if starts:
+                self._unmerged -= 1
+                self._merge_one(starts.pop(), pages)
+            if not starts:
+                del self._stacks[pages]
 
     def merge(self) -> None:
         """Merge all freed runs with their neighbours."""
@@ -103,13 +141,21 @@ class Extents:
         else:
             self._put(start, pages)
 
+    def free_runs(self) -> list[tuple[int, int]]:
+        """All free runs that may be lent now, merged, as (first page, pages); the wilderness' beginning is the last."""
+        self.merge()
+        found = list(self._size.items())
+        if self.top < self.limit:
+            found.append((self.top, self.limit - self.top))
+        return found
+
     def runs(self) -> list[tuple[int, int]]:
         """All free runs below the wilderness as (first page, pages), for tests and the fragmentation figure."""
         self.merge()
         return sorted(self._size.items())
 
     def largest(self) -> int:
-        """Pages of the largest run that `alloc` could give now, of those merged so far."""
+        """Pages of the largest run that `alloc` could give now or once its pages are there, of those merged so far."""
         tail = self.pages - self.top
         if self._stacks:
             tail = max(tail, *(pages for pages, starts in self._stacks.items() if starts), 0)

@@ -120,6 +120,11 @@ class Index:
     dirty_of: "memoryview[int]"
     space_of: "memoryview[int]"
 
+    @property
+    def used(self) -> int:
+        """Rows that were ever used are below this number."""
+        return self._next
+
     # ---- look-up ---------------------------------------------------------------------------------------------------
 
     def namespace(self, name: bytes) -> Namespace:

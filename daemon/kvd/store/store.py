@@ -5,6 +5,11 @@ or `put_inline` for small ones that came in a frame. Its way out: `lease` pins w
 mapping, `release` unpins. A put under a key that exists makes a new value and hides the old one; bytes under a pin never
 change. Whoever needs to know of a new value (tiers) or of one that left is told through `Listener`.
 
+Room is made in slices: a call evicts SLICE values at most, and where that is not enough, `short` says what room is waiting
+for: another slice, pages that are being faulted in, values that must be moved together (`room.Rooms` does and awaits all
+that), or nothing that the daemon could do. Eviction by the policy's order ends when enough pages are free: when they do not
+lie together, values are moved, so that one large value costs the arena no more than its own size.
+
 Invariants kept here: I1 (full identity is the only way to a value), I2 (pins, quarantine), I3 for the arena, I6 (pages are
 counted as taken). Not thread-safe: the event loop owns it, and no method takes longer than its batch.
 """
@@ -12,11 +17,14 @@ counted as taken). Not thread-safe: the event loop owns it, and no method takes 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
 from kvd.store.accounts import Account
 from kvd.store.arena import Arena
+from kvd.store.compact import Snapshot
 from kvd.store.extents import PAGE, pages_of
 from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
@@ -28,6 +36,36 @@ LEND_AHEAD_PART = 16
 """At most this part of the arena is lent ahead to one connection, and 64 MiB."""
 LEND_AHEAD_BYTES = 64 << 20
 CLEAR_STEP = 1000
+SLICE = 256
+"""Values evicted in one go, at most: about a millisecond."""
+LEND_STEP = 2048
+"""Extents lent in one go, at most."""
+SMALL_PAGES = 256
+"""For values up to this size (1 MiB) as much again is evicted before anything is moved: the next hole is near."""
+
+
+class Wanted(NamedTuple):
+    """Who wants room, for the tombstones of what is evicted for it."""
+
+    why: str
+    pid: int = 0
+
+
+FOR_PUT = Wanted("room for a put")
+FROM_TIER = Wanted("room for a value from a tier")
+
+
+class Short(Enum):
+    """What must happen before there is room."""
+
+    FULL = auto()
+    """Nothing that the daemon could do: what is there is pinned, unwritten, or kept by the policy."""
+    SLICE = auto()
+    """More of the same: it was too much for one go."""
+    GROWTH = auto()
+    """Pages are being faulted in."""
+    MOVES = auto()
+    """Enough is free, but not in one piece."""
 
 
 @dataclass
@@ -45,6 +83,8 @@ class Counts:
     deletes: int = 0
     evicted_dirty: int = 0
     promotions: int = 0
+    moves: int = 0
+    move_bytes: int = 0
     rejections: dict[str, int] = field(default_factory=dict)
     sets_by: list[int] = field(default_factory=lambda: [0] * len(Retention))
     evictions_by: list[int] = field(default_factory=lambda: [0] * len(Retention))
@@ -86,29 +126,40 @@ class Store:
         """Set while a tier's breaker is open: what cannot be written to it may be evicted unwritten (and is counted)."""
         self.evicting = True
         """False for the eviction policy `noop`: a full arena refuses."""
+        self.short = Short.FULL
+        """Why the last attempt to find room found none."""
+        self._slice = SLICE
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def reserve(self, holder: Holder, sizes: Sequence[int], deadline_s: float, *, ahead: bool = False) -> list[Lent]:
-        """Lend extents for the first sizes that get room, in order; the list is shorter where room ran out.
+        """Lend extents for the first sizes that get room, in order; the list is shorter where room ran out (see `short`).
 
         `ahead` lends a bounded reserve for puts to come and evicts nothing that is still on its way to a tier.
         """
         extents: list[tuple[int, int, int]] = []
         bound = min(self.arena.capacity // LEND_AHEAD_PART, LEND_AHEAD_BYTES) // PAGE - holder.lent_pages
         alloc = self.arena.alloc
+        self._slice = SLICE
         for size in sizes:
+            if len(extents) >= LEND_STEP:
+                self.short = Short.SLICE
+                break
             pages = size + 4095 >> 12 or 1
             bound -= pages
             if ahead and bound < 0:
                 break
             offset = alloc(size)
             if offset is None:
-                offset = self._room(size, "room for a put", getattr(holder.process, "pid", 0))
+                offset = self._room(size, Wanted(FOR_PUT.why, getattr(holder.process, "pid", 0)))
                 if offset is None:
                     break
             extents.append((offset, size, pages))
         return self.leases.lend(holder, extents, deadline_s)
+
+    def lend(self, holder: Holder, offset: int, size: int, deadline_s: float) -> Lent:
+        """Lend room of `make_room`."""
+        return self.leases.lend(holder, [(offset, size, pages_of(size))], deadline_s)[0]
 
     def too_large(self, size: int) -> bool:
         """Whether no eviction could ever make room for a value of this size."""
@@ -149,22 +200,35 @@ class Store:
             reasons.append("")
         return reasons
 
-    def put_inline(self, namespace: bytes, key: bytes, data: bytes, retention: Retention, expires_ns: int) -> str:
-        """Store a small value that came in a frame; '' or the reason why not."""
+    def put_inline(
+        self, namespace: bytes, key: bytes, data: bytes, retention: Retention, expires_ns: int, offset: int | None = None
+    ) -> str:
+        """Store a small value that came in a frame, in room of `make_room` where that is given; '' or the reason why not.
+
+        A `no_room` that `short` says can be mended is not counted as a refusal: make room, and put again.
+        """
         why = self.refusal(retention, expires_ns)
         if not why and self.too_large(len(data)):
             why = "too_large"
-        if not why:
-            offset = self._room(len(data), "room for a put")
+        if not why and offset is None:
+            offset = self.make_room(len(data), FOR_PUT)
             if offset is None:
                 why = "no_room"
-            else:
-                self.arena.fill(offset, data)
-                self._insert(self.index.namespace(namespace), key, offset, len(data), retention, expires_ns)
+                if self.short is not Short.FULL:
+                    return why
         if why:
-            self.counts.reject(why)
-            self.tombstones.note(namespace + key, Fate.REFUSED, why=why)
-        return why
+            if offset is not None:
+                self.give_back(offset, len(data))
+            return self.refuse(namespace, key, why)
+        assert offset is not None
+        self.arena.fill(offset, data)
+        self._insert(self.index.namespace(namespace), key, offset, len(data), retention, expires_ns)
+        return ""
+
+    def refuse(self, namespace: bytes, key: bytes, why: str) -> str:
+        """Count and note a refused put; answers `why`."""
+        self.tombstones.note(namespace + key, Fate.REFUSED, why=why)
+        return self.counts.reject(why)
 
     def refusal(self, retention: Retention, expires_ns: int) -> str:
         """Why a put with these properties is refused whatever its size, or ''."""
@@ -194,9 +258,10 @@ class Store:
         self.counts.promotions += 1
         return self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
 
-    def make_room(self, length: int) -> int | None:
-        """Offset of room for a promotion, or None."""
-        return self._room(length, "room for a value from a tier")
+    def make_room(self, length: int, wanted: Wanted) -> int | None:
+        """Offset of room for a value, or None: then `short` says what would help."""
+        self._slice = SLICE
+        return self._room(length, wanted)
 
     def give_back(self, offset: int, length: int) -> None:
         """Room of `make_room` that was not used."""
@@ -210,30 +275,81 @@ class Store:
         self._count_set(space.account, retention, length)
         self.listener.stored(slot, old is not None)
 
-    def _room(self, length: int, why: str, pid: int = 0) -> int | None:
-        """Offset of room for `length` bytes, evicting for it where that is allowed and can succeed. `why`, `pid`: who wants it."""
+    def _room(self, length: int, wanted: Wanted) -> int | None:
+        """Offset of room for `length` bytes, evicting for it where that is allowed, can succeed, and is no more than a slice."""
         offset = self.arena.alloc(length)
         if offset is not None or self.too_large(length):
+            self.short = Short.FULL
             return offset
+        pages, extents = pages_of(length), self.arena.extents
+        if self.arena.grows_for(pages):
+            self.short = Short.GROWTH
+            return None
+        enough = pages + min(pages, SMALL_PAGES) if pages <= SMALL_PAGES else pages
         now = self.clock_ns()
-        while offset is None:
-            slot = self.index.next_expired(now)
-            if slot:
-                self.counts.expirations += 1
-                self._bury(slot, Fate.EXPIRED)
-            elif self.evicting:
-                slot = self.index.victim(spare_dirty=True)
-                if not slot and self.evict_dirty:
-                    slot = self.index.victim(spare_dirty=False)
-                    self.counts.evicted_dirty += bool(slot)
-                if slot:
-                    self._count_eviction(slot)
-                    self._bury(slot, Fate.EVICTED, why, pid)
+        while extents.ready_pages < enough:
+            slot = self._next_to_go(now, wanted) if self._slice else ABSENT
             if not slot:
+                self.short = Short.SLICE if not self._slice else Short.MOVES if extents.ready_pages >= pages else Short.FULL
                 return None
+            self._slice -= 1
             self._hide(slot)
             offset = self.arena.alloc(length)
-        return offset
+            if offset is not None:
+                return offset
+        self.short = Short.MOVES
+        return None
+
+    def _next_to_go(self, now_ns: int, wanted: Wanted) -> int:
+        """Who leaves next when room is needed, counted and noted already; ABSENT when nobody may."""
+        slot = self.index.next_expired(now_ns)
+        if slot:
+            self.counts.expirations += 1
+            self._bury(slot, Fate.EXPIRED)
+        elif self.evicting:
+            slot = self.index.victim(spare_dirty=True)
+            if not slot and self.evict_dirty:
+                slot = self.index.victim(spare_dirty=False)
+                self.counts.evicted_dirty += bool(slot)
+            if slot:
+                self._count_eviction(slot)
+                self._bury(slot, Fate.EVICTED, *wanted)
+        return slot
+
+    # ---- moving ------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What is free and what may be moved now, for a plan."""
+        index, extents = self.index, self.arena.extents
+        used = slice(0, index.used)
+        movable = np.flatnonzero((index.state[used] == LIVE) & (index.pins[used] == 0))
+        free = extents.free_runs()
+        rows = np.fromiter((n for run in free for n in run), dtype=np.int64, count=2 * len(free)).reshape(-1, 2)
+        pages = np.maximum(1, (index.length[movable].astype(np.int64) + PAGE - 1) // PAGE)
+        evictable = np.full(len(movable), self.evicting) & ((index.dirty[movable] == 0) | self.evict_dirty)
+        return Snapshot(rows[:, 0], rows[:, 1], movable, index.start[movable].astype(np.int64), pages, evictable)
+
+    def movable(self, slot: int, page: int) -> bool:
+        """Whether this slot's value still begins there and nobody looks at it."""
+        index = self.index
+        return index.state_of[slot] == LIVE and index.start_of[slot] == page and not index.pins_of[slot]
+
+    def evict_one(self, slot: int, wanted: Wanted) -> None:
+        """Evict a value that a plan names."""
+        self._count_eviction(slot)
+        self._bury(slot, Fate.EVICTED, *wanted)
+        self.counts.evicted_dirty += bool(self.index.dirty_of[slot])
+        self._hide(slot)
+
+    def moved(self, slot: int, page: int) -> bool:
+        """A pinned value's bytes were copied to `page`: it is there from now on. False when somebody looks at the old ones."""
+        index = self.index
+        if index.state_of[slot] != LIVE or index.pins_of[slot] != 1:
+            return False
+        self.counts.moves += 1
+        self.counts.move_bytes += index.length_of[slot]
+        index.start_of[slot] = page
+        return True
 
     def _count_eviction(self, slot: int) -> None:
         index = self.index

@@ -4,6 +4,9 @@ Down: the store tells of every new value (`stored`); those of class short and lo
 finds out which tier has what the arena lacks, makes room, loads, and admits the values, each pinned for who asked, so
 that a later promotion cannot evict an earlier one of the same request. Two requests for one key share one load.
 
+Room for promotions is made by one request after the other, each in key order: so two requests for one key make room for it
+once, and the first is served before the second takes its room away.
+
 Two orders matter for I1 and are kept here: a delete dooms its identity at once, before any thread has heard of it, and
 voids loads of it that are under way; and a value that is evicted before it reached its tier dooms what the tier may still
 hold under that key from an earlier put.
@@ -12,15 +15,17 @@ Nothing here waits for a tier on behalf of a key that is in RAM (I5).
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
 from kvd.store.retention import Retention
-from kvd.store.store import ABSENT, Store
+from kvd.store.room import Rooms
+from kvd.store.store import ABSENT, FROM_TIER, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, Durability, Hit, Loaded, Want
 from kvd.tiers.tier import Receipt, Tier
@@ -63,8 +68,11 @@ class Fetch:
 class Tiering:
     """All tiers of one daemon."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, rooms: Rooms) -> None:
         self.store = store
+        self.rooms = rooms
+        self._turn = asyncio.Lock()
+        """Whose turn it is to make room."""
         self.tiers: list[Tier] = []
         self._loading: dict[Identity, Loading] = {}
         self._clearing: list[bytes | None] = []
@@ -88,18 +96,23 @@ class Tiering:
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
-    def collect(self, count: int) -> Receipt | None:
-        """A receipt for the `count` values stored until `collected`; None when there is no tier to wait for."""
-        if not self.tiers:
-            return None
-        self._receipt = Receipt(count * len(self.tiers), asyncio.get_running_loop())
-        return self._receipt
+    def receipt(self, count: int) -> Receipt | None:
+        """A receipt for `count` values about to be put; None when there is no tier to wait for."""
+        return Receipt(count * len(self.tiers), asyncio.get_running_loop()) if self.tiers else None
 
-    def collected(self, not_stored: int) -> None:
-        """The puts of a `collect` are done, so many of them without storing anything for tiers."""
-        receipt, self._receipt = self._receipt, None
+    @contextlib.contextmanager
+    def noting(self, receipt: Receipt | None) -> Iterator[None]:
+        """What is stored inside (where nothing may be awaited) goes on this receipt."""
+        self._receipt = receipt
+        try:
+            yield
+        finally:
+            self._receipt = None
+
+    def not_stored(self, receipt: Receipt | None, count: int) -> None:
+        """So many of its values were refused: no tier will hear of them."""
         if receipt is not None:
-            for _ in range(not_stored * len(self.tiers)):
+            for _ in range(count * len(self.tiers)):
                 receipt.note(Durability.NONE)
 
     def _stored(self, slot: int, replaced: bool) -> None:
@@ -243,7 +256,7 @@ class Tiering:
 
     async def ask(self, identities: Sequence[Identity], deadline_s: float) -> Known:
         """Ask the tiers without an index in memory, all at once, for what no other tier has; until the deadline at most."""
-        where = self._locate(identities)
+        where = self.locate(identities)
         left = list(dict.fromkeys(identity for i, identity in enumerate(identities) if i not in where))
         asked = [(number, tier) for number, tier in enumerate(self.tiers) if not tier.adapter.capabilities.local_index]
         if not left or not asked:
@@ -259,40 +272,49 @@ class Tiering:
 
     def has(self, identities: Sequence[Identity], known: Known = NOTHING) -> list[bool]:
         """Whether some tier with a local index, or one of those that were asked, holds each."""
-        where = self._locate(identities, known)
+        where = self.locate(identities, known)
         return [i in where for i in range(len(identities))]
 
-    def fetch(self, namespace: bytes, keys: list[bytes], fetch: Fetch | None = None, known: Known = NOTHING) -> Fetch | None:
+    async def fetch(
+        self, namespace: bytes, keys: list[bytes], deadline_s: float, fetch: Fetch | None = None, known: Known = NOTHING
+    ) -> Fetch | None:
         """Start loading what tiers hold of these keys (which the arena lacks), in `fetch` or a new one.
 
-        The answer's tasks complete one by one; slots appear in it pinned. Stops at the first key there is no room for.
+        The answer's tasks complete one by one; slots appear in it pinned. Stops at the first key there is no room for, be it
+        that none can be made or not by the deadline (event-loop time).
         None when there was no fetch and no tier holds any of the keys.
         """
         if not self.tiers:
             return fetch
         identities = [namespace + key for key in keys]
-        where = self._locate(identities, known)
+        where = self.locate(identities, known)
         if not where:
             return fetch
         fetch = fetch or Fetch()
+        first = {key: i for i, key in reversed(list(enumerate(keys))) if i in where}
         batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
-        asked: set[bytes] = set()
-        for i, (key, identity) in enumerate(zip(keys, identities, strict=True)):
-            if i not in where or key in asked:
-                continue
-            asked.add(key)
-            under_way = self._loading.get(identity)
-            if under_way is not None and not under_way.void:
-                self._join(fetch, key, under_way)
-                continue
+        for i in sorted(first.values()):
             number, hit = where[i]
-            batches.setdefault(number, []).append((key, identity, hit))
-        for number, rows in batches.items():
-            if not self._start(fetch, self.tiers[number], namespace, rows):
-                break
+            batches.setdefault(number, []).append((keys[i], identities[i], hit))
+        maker = _Maker(self, fetch, namespace, known, deadline_s, stale=self._turn.locked())
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            fetch.no_room = keys[min(first.values())]
+            return fetch
+        try:
+            for number, batch in batches.items():
+                if not await maker.start(number, batch):
+                    break
+        except asyncio.CancelledError:
+            self.let_go(fetch)
+            raise
+        finally:
+            self._turn.release()
         return fetch
 
-    def _locate(self, identities: Sequence[Identity], known: Known = NOTHING) -> dict[int, tuple[int, Hit]]:
+    def locate(self, identities: Sequence[Identity], known: Known = NOTHING) -> dict[int, tuple[int, Hit]]:
         """Position -> (number of the first tier that has it, what it knows of it); those that need no asking first."""
         where: dict[int, tuple[int, Hit]] = {}
         left = list(range(len(identities)))
@@ -317,27 +339,8 @@ class Tiering:
                     del where[i]
         return where
 
-    def _start(self, fetch: Fetch, tier: Tier, namespace: bytes, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
-        """Make room and hand shares to threads, in key order; False when room ran out."""
-        share: list[tuple[bytes, Identity, Hit, int]] = []
-        size = 0
-        for key, identity, hit in rows:
-            if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
-                continue
-            offset = self.store.make_room(hit.length)
-            if offset is None:
-                fetch.no_room = key
-                break
-            share.append((key, identity, hit, offset))
-            size += hit.length
-            if len(share) >= LOAD_ITEMS or size >= LOAD_BYTES:
-                self._spawn(fetch, tier, namespace, share)
-                share, size = [], 0
-        if share:
-            self._spawn(fetch, tier, namespace, share)
-        return fetch.no_room is None
-
-    def _spawn(self, fetch: Fetch, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]]) -> None:
+    def spawn(self, fetch: Fetch, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]]) -> None:
+        """Load a share, whose room was made, for this fetch and whoever joins."""
         loop = asyncio.get_running_loop()
         entries = []
         for key, identity, _, _ in share:
@@ -346,6 +349,14 @@ class Tiering:
             self._join(fetch, key, loading)
         task = loop.create_task(self._load(tier, namespace, share, entries))
         task.add_done_callback(_log_failure)
+
+    def join(self, fetch: Fetch, key: bytes, identity: Identity) -> bool:
+        """Wait along for a load of this that is under way; False when there is none."""
+        under_way = self._loading.get(identity)
+        if under_way is None or under_way.void:
+            return False
+        self._join(fetch, key, under_way)
+        return True
 
     def _join(self, fetch: Fetch, key: bytes, loading: Loading) -> None:
         """When that load is done, pin what it brought for this fetch."""
@@ -421,6 +432,73 @@ class Tiering:
         if fetch.slots:
             self.store.unpin(np.array(list(fetch.slots.values()), dtype=np.int64))
             fetch.slots.clear()
+
+
+class _Maker:
+    """Makes room for one fetch and hands shares to threads, in key order.
+
+    `stale`: others have had their turn since the keys were looked for, so each is looked for again: it may have been
+    deleted, put, or be on its way up for somebody else.
+    """
+
+    def __init__(self, tiering: Tiering, fetch: Fetch, namespace: bytes, known: Known, deadline_s: float, *, stale: bool) -> None:
+        self.tiering = tiering
+        self.store = tiering.store
+        self.fetch = fetch
+        self.namespace = namespace
+        self.known = known
+        self.deadline_s = deadline_s
+        self.stale = stale
+
+    async def start(self, number: int, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
+        """Load these from that tier; False when room ran out (`Fetch.no_room`)."""
+        tier = self.tiering.tiers[number]
+        share: list[tuple[bytes, Identity, Hit, int]] = []
+        size = 0
+
+        def spawn() -> None:
+            nonlocal share, size
+            if share:
+                self.tiering.spawn(self.fetch, tier, self.namespace, share)
+            share, size = [], 0
+
+        try:
+            for key, identity, hit in rows:
+                if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
+                    continue
+                if self._needless(number, key, identity, hit):
+                    continue
+                offset = self.store.make_room(hit.length, FROM_TIER)
+                if offset is None:
+                    spawn()  # what has room need not wait for what has none yet
+                    self.stale = True
+                    offset = await self.tiering.rooms.make(hit.length, self.deadline_s, FROM_TIER)
+                    if offset is None:
+                        self.fetch.no_room = key
+                        return False
+                    if self._needless(number, key, identity, hit):
+                        self.store.give_back(offset, hit.length)
+                        continue
+                share.append((key, identity, hit, offset))
+                size += hit.length
+                if len(share) >= LOAD_ITEMS or size >= LOAD_BYTES:
+                    spawn()
+        finally:
+            spawn()
+        return True
+
+    def _needless(self, number: int, key: bytes, identity: Identity, hit: Hit) -> bool:
+        """Whether this needs no room (any more): it is on its way up, has come into RAM, or has left its tier."""
+        if self.tiering.join(self.fetch, key, identity):
+            return True
+        if not self.stale:
+            return False
+        slots = self.store.find(self.namespace, [key])
+        if slots[0] != ABSENT:
+            self.store.index.pin(slots)
+            self.fetch.slots[key] = int(slots[0])
+            return True
+        return self.tiering.locate([identity], self.known).get(0) != (number, hit)
 
 
 def _held(adapter: Adapter, namespace: bytes | None) -> list[Identity]:

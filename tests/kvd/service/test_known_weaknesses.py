@@ -204,6 +204,7 @@ def test_a_value_the_tier_refuses_is_not_called_durable(kvd_daemon: MakeDaemon) 
 def evictions_per_second(entries: int) -> float:
     """Puts a second into a full store of so many one-page values: each evicts one."""
     arena = Arena(entries * PAGE)
+    arena.settle(arena.capacity)
     store = Store(arena)
     n = b"n" * 32
     for i in range(entries):

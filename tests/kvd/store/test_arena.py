@@ -1,9 +1,16 @@
 """The arena's memory object: sealed, read-only for readers, prefaulted, and told apart when it cannot be had."""
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import re
+import resource
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,15 +74,102 @@ def test_room_is_page_aligned_and_accounted_for(arena: Arena) -> None:
     assert arena.alloc(arena.capacity) is None
 
 
+def resident(arena: Arena) -> int:
+    return os.fstat(arena.fd).st_blocks * 512
+
+
 def test_pages_are_the_daemons_before_they_are_lent() -> None:
-    """Faulted in from the low end: what is lent is resident, what lies far above is not yet."""
+    """Faulted in from the low end by a thread: what is not there yet is not lent, what lies far above is not yet."""
     arena = Arena(1 << 30)
     try:
-        offset = arena.alloc(64 << 20)
+        grown = threading.Event()
+        arena.when_grown(grown.set)
+        while (offset := arena.alloc(500 << 20)) is None:
+            assert arena.grows_for((500 << 20) // PAGE)
+            assert grown.wait(10)
+            grown.clear()
         assert offset == 0
-        assert os.fstat(arena.fd).st_blocks * 512 >= 64 << 20
-        wait_until(lambda: os.fstat(arena.fd).st_blocks * 512 >= 128 << 20, what="the background thread to keep ahead")
-        assert os.fstat(arena.fd).st_blocks * 512 < 600 << 20
+        assert resident(arena) >= 500 << 20
+        wait_until(lambda: resident(arena) >= 600 << 20, what="the background thread to keep ahead")
+        assert resident(arena) < 900 << 20
+        assert not arena.grows_for((600 << 20) // PAGE), "no thread brings more than the arena has"
+    finally:
+        arena.close()
+
+
+def test_asking_for_room_never_faults_pages_in_by_itself() -> None:
+    """That would stop the event loop for as long as it takes."""
+    arena = Arena(1 << 30)
+    try:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        for _ in range(2000):
+            if arena.alloc(1 << 20) is None:
+                arena.grows_for(256)
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 256
+    finally:
+        arena.close()
+
+
+def test_a_host_without_memory_for_all_of_it_serves_what_there_is(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A cgroup's limit shows as an madvise that fails with ENOMEM."""
+    arena = Arena(64 << 20)
+    try:
+        arena.settle(32 << 20)
+        monkeypatch.setattr("kvd.store.arena._libc", _Denying())
+        while arena.grows_for(arena.capacity // PAGE - arena.extents.top) and "no memory" not in caplog.text:
+            threading.Event().wait(0.01)
+        assert "no memory for more of the arena" in caplog.text
+        assert not arena.grows_for(arena.capacity // PAGE)
+        ready = arena.ready_bytes
+        assert arena.extents.ready_pages * PAGE == ready < arena.capacity
+        assert arena.alloc(ready) == 0
+        assert arena.alloc(1) is None
+        monkeypatch.undo()
+        monkeypatch.setattr("kvd.store.arena.RETRY_S", 0.0)
+        assert arena.grows_for(1), "it is tried again"
+        arena.settle(arena.capacity)
+        assert arena.alloc(1) == ready
+    finally:
+        arena.close()
+
+
+class _Denying:
+    """A libc whose host has no memory left."""
+
+    def madvise(self, address: int, length: int, advice: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+
+def test_locked_pages_are_locked_and_a_limit_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena(8 << 20, mlock=True)
+    try:
+        arena.settle(8 << 20)
+        with open("/proc/self/status") as status:
+            locked = next(int(line.split()[1]) for line in status if line.startswith("VmLck")) << 10
+        if arena.locked:
+            assert locked >= 8 << 20
+        else:
+            assert "cannot be locked in memory" in caplog.text
+    finally:
+        arena.close()
+
+
+def test_a_numa_node_is_asked_for_and_one_that_is_not_there_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena(1 << 20, numa_node=0)
+    try:
+        if arena.numa_node == 0:  # a kernel without NUMA says that it knows no such call
+            maps = Path("/proc/self/numa_maps").read_text()
+            assert re.search(r"prefer[^ ]*:0 .*kvd-arena", maps), maps
+        else:
+            assert "not to be had" in caplog.text
+    finally:
+        arena.close()
+    arena = Arena(1 << 20, numa_node=900)
+    try:
+        assert arena.numa_node is None
+        assert "NUMA node 900 asked for and not to be had" in caplog.text
+        assert arena.alloc(1) == 0
     finally:
         arena.close()
 

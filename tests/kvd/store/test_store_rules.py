@@ -9,7 +9,7 @@ from kvd.store.extents import PAGE
 from kvd.store.identity import check_key, namespace_of
 from kvd.store.leases import Holder
 from kvd.store.retention import NEVER, Retention, expired, expiry_ns
-from kvd.store.store import ABSENT, LEND_AHEAD_PART, Store
+from kvd.store.store import ABSENT, FROM_TIER, LEND_AHEAD_PART, Store
 
 N = b"n" * 32
 
@@ -189,7 +189,7 @@ def test_a_slot_used_again_does_not_inherit_an_expiry(store: Store, clock: Clock
 
 
 def test_promoting_never_replaces_what_was_put_meanwhile(store: Store) -> None:
-    offset = store.make_room(PAGE)
+    offset = store.make_room(PAGE, FROM_TIER)
     assert offset is not None
     put(store, 1)
     slot = store.admit(N, key(1), offset, PAGE, Retention.LONG, NEVER)
@@ -198,7 +198,7 @@ def test_promoting_never_replaces_what_was_put_meanwhile(store: Store) -> None:
 
 
 def test_promoting_what_has_expired_admits_nothing(store: Store, clock: Clock) -> None:
-    offset = store.make_room(PAGE)
+    offset = store.make_room(PAGE, FROM_TIER)
     assert offset is not None
     assert store.admit(N, key(1), offset, PAGE, Retention.LONG, clock.ns()) == ABSENT
     assert store.arena.used_bytes == 0
