@@ -87,6 +87,8 @@ class Gate:
         """Stop what `start` began, in the contract's order; requests have ended by now."""
         await self.idle.stop()
         await self.room.stop()
+        if engines := len(self.supervisor.engines):
+            log.info("requests have ended: ending %d engines, which have %g s", engines, self.config.shutdown_timeout_s)
         await self.supervisor.stop()
         await self.router.stop()
         await self.prewarm.stop()
@@ -142,6 +144,8 @@ def new_server(gate: Gate) -> uvicorn.Server:
             # Longer than a reverse proxy keeps its connections: whoever closes first must not be us.
             timeout_keep_alive=75,
             limit_concurrency=gate.config.max_connections,
+            # Nothing here looks at a client's address: forwarded headers go on as they came.
+            proxy_headers=False,
             timeout_graceful_shutdown=max(1, int(gate.config.shutdown_timeout_s)),
         )
     )

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -233,6 +234,8 @@ class FakeEngine:
 
 
 async def _program(args: argparse.Namespace) -> None:
+    if args.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if args.note:
         noted = {"pid": os.getpid(), "port": args.port, "env": dict(os.environ), "argv": sys.argv, "when": time.monotonic()}
         with open(args.note, "a") as file:
@@ -254,4 +257,5 @@ if __name__ == "__main__":
     parser.add_argument("--start-delay", type=float, default=0.0)
     parser.add_argument("--die-after", type=float, default=0.0)
     parser.add_argument("--note", default="")
+    parser.add_argument("--stubborn", action="store_true")
     asyncio.run(_program(parser.parse_known_args()[0]))

@@ -5,6 +5,7 @@ import http.server
 import json
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 from kvdoctor import api
 from kvgate import preflight
 from kvtools.errors import TimedOut
-from tests.kvgate.process import GateProcess, gate, instance, write
+from kvtools.segments.stats import instance_of_path
+from tests.kvgate.process import GateProcess, alive, gate, instance, notes, write
 from tests.support.processes import run_cli, run_python
 
 
@@ -164,6 +166,33 @@ def test_second_signal_does_not_wait(tmp_path: Path) -> None:
         process.until(lambda: any("stopping: 1 requests" in line for line in process.log))
         assert process.stop(signal.SIGINT, timeout=10) == 0
         hanging.join(10)
+
+
+def test_the_order_of_a_stop_and_what_never_ends_is_ended_all_the_same(tmp_path: Path) -> None:
+    """A request that hangs, an engine that ignores SIGTERM, a model that sleeps: each has its time and no more."""
+    instances = [instance("one", tmp_path), instance("two", tmp_path, args="--stubborn")]
+    with gate(tmp_path, instances=instances, router={"shutdown_timeout_seconds": 1}) as process:
+        process.until(lambda: {process.state("one"), process.state("two")} == {"awake"})
+        pids = [notes(tmp_path, name)[0]["pid"] for name in ("one", "two")]
+        hanging = threading.Thread(
+            target=_ignore, args=(process.url, json.dumps({"model": "one", "fake": {"mode": "hang"}}).encode())
+        )
+        hanging.start()
+        process.until(lambda: process.ask("/models")[1]["models"]["one"]["running"] == 1)
+        begun = time.monotonic()
+        assert process.stop(timeout=30) == 0
+        assert time.monotonic() - begun < 15, "twice the second it has, and some patience with a busy machine"
+        hanging.join(10)
+        told = [line for line in process.log if "kvgate.serve" in line]
+        steps = [
+            "stopping: 1 requests have 1 s to end",
+            "requests have ended: ending 2 engines, which have 1 s",
+            "INFO kvgate.serve: stopped",
+        ]
+        places = [next(i for i, line in enumerate(told) if step in line) for step in steps]
+        assert places == sorted(places)
+        assert not any(alive(pid) for pid in pids)
+        assert not list(Path("/dev/shm").glob("kvtools.gate." + instance_of_path(process.config)))
 
 
 def _ignore(url: str, body: bytes) -> None:

@@ -42,7 +42,6 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GateProcess]:
     """One gate with two engines, for all tests of this module: starting a vLLM is most of what they take."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "chat.jinja").write_text(TEMPLATE)
-    arguments = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 512 --max-num-seqs 32"
     instances = [_instance(folder, NAME, "llama", device=0), _instance(folder, OTHER, "sliding", device=1)]
     instances[1]["sleep"] = {"auto_sleep_enabled": True, "idle_threshold_seconds": 3, "check_interval_seconds": 0.2}
     process = GateProcess(write(folder, instances=instances, sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
@@ -153,11 +152,11 @@ def test_killed_engine_ends_the_stream_with_an_error_and_is_started_again(gate: 
 
     pieces = client.completions.create(model=NAME, prompt="warm", max_tokens=400, stream=True, extra_body={"ignore_eos": True})
     next(pieces)
-    pid = next(int(line.split("(process ")[1].split(")")[0]) for line in gate.log if f"{NAME}: serves (process" in line)
+    pid = next(int(line.split("(process ")[1].split(")")[0]) for line in gate.log if "llama: serves (process" in line)
     os.killpg(pid, signal.SIGKILL)
     with pytest.raises((openai.APIError, openai.APIConnectionError)):
         list(pieces)
     gate.until(lambda: gate.state(NAME) == "starting")
     assert "signal 9" in gate.ask("/models")[1]["models"][NAME]["last_error"]
-    gate.until(lambda: sum(f"{NAME}: starting: " in line for line in gate.log) == 2)
+    gate.until(lambda: sum("llama: starting: " in line for line in gate.log) == 2)
     assert client.completions.create(model=OTHER, prompt="warm", max_tokens=2).usage.completion_tokens == 2, "the other serves on"
