@@ -55,9 +55,19 @@ def serve(
     durability: Annotated[
         str | None, typer.Option("--durability", metavar="WORD", help="none, group or fsync: what a stored value survives.")
     ] = None,
+    long_backend: Annotated[
+        str | None, typer.Option("--long-backend", metavar="WORD", help="mooncake or lmcache: a pool that several hosts share.")
+    ] = None,
+    long_config: Annotated[
+        Path | None,
+        typer.Option("--long-config", parser=path_of, metavar="FILE", help="Its settings, in YAML or JSON."),
+    ] = None,
     l2_adapter: Annotated[
         list[str] | None,
         typer.Option("--l2-adapter", metavar="JSON", help="One more tier: JSON or @FILE (repeatable, in order)."),
+    ] = None,
+    promote: Annotated[
+        bool | None, typer.Option("--promote/--no-promote", help="Store what a tier gives in those before it that lack it.")
     ] = None,
     socket_mode: Annotated[
         str | None, typer.Option("--socket-mode", metavar="OCTAL", help="Mode of the socket file [default: 0600].")
@@ -107,6 +117,9 @@ def serve(
         "long_path": long_path or None,
         "long_bytes": long_bytes,
         "durability": durability,
+        "long_backend": long_backend,
+        "long_config": long_config,
+        "promote": promote,
         "l2_adapter": [registry.parse_spec(one) for one in l2_adapter or ()] or None,
         "socket_mode": socket_mode,
         "socket_group": socket_group,

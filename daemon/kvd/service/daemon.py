@@ -58,6 +58,7 @@ class Options:
     numa_node: int | None = None
     drain_s: float = 20.0
     evicting: bool = True
+    promote: bool = False
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     shm: Path = field(default=SHM)
@@ -88,7 +89,7 @@ class Daemon:
         self.store = Store(arena)
         self.store.evicting = options.evicting
         rooms = Rooms(self.store)
-        self.tiering = Tiering(self.store, rooms)
+        self.tiering = Tiering(self.store, rooms, promote=options.promote)
         instance = instance_of_path(options.socket)
         self.operations = Operations(self.store, self.tiering, instance=instance, changed=self._changed, info=self._info)
         self.operations.drain = self.drain

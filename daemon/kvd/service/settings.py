@@ -108,6 +108,11 @@ SETTINGS = (
         ("KVD_DURABILITY",),
         help="What a stored value survives.",
     ),
+    Setting(
+        "long_backend", _word("long backend", "mooncake", "lmcache"), None, ("KVD_LONG_BACKEND",), help="A pool that hosts share."
+    ),
+    Setting("long_config", Path, None, ("KVD_LONG_CONFIG",), help="Its settings, a file in YAML or JSON."),
+    Setting("promote", _switch, False, ("KVD_PROMOTE",), help="Store what a tier gives in those before it that lack it."),
     Setting("l2_adapter", registry.parse_specs, [], ("KVD_L2_ADAPTER",), help="Further tiers, as JSON objects, in this order."),
     Setting("socket_mode", _mode, 0o600, ("KVD_SOCKET_MODE",), help="Mode of the socket file."),
     Setting("socket_group", _gid, None, ("KVD_SOCKET_GROUP",), help="Group of the socket file."),
@@ -262,6 +267,7 @@ def options_of(settings: Resolved) -> Options:
         numa_node=value["numa_node"],
         drain_s=value["drain_timeout"],
         evicting=value["eviction_policy"] == "LRU",
+        promote=value["promote"],
         metrics_host=value["metrics_host"],
         metrics_port=value["metrics_port"],
     )
@@ -281,9 +287,33 @@ def memory_limit() -> int:
 
 
 def _adapters(value: Mapping[str, Any]) -> list[Adapter]:
-    """The disk of --long-path first, then what --l2-adapter names, in that order."""
+    """The disk of --long-path first, then --long-backend, then what --l2-adapter names, in that order."""
     disks = _disks(value["long_path"], value["long_bytes"], Durability[value["durability"].upper()])
-    return disks + registry.build(value["l2_adapter"], taken=[disk.name for disk in disks])
+    backend = _long_backend(value["long_backend"], value["long_config"])
+    return disks + registry.build([*backend, *value["l2_adapter"]], taken=[disk.name for disk in disks])
+
+
+def _long_backend(word: str | None, path: Path | None) -> list[registry.Spec]:
+    """The object that --long-backend and --long-config stand for. Raises UsageError."""
+    if word is None and path is None:
+        return []
+    if word is None or path is None:
+        have, lacks = ("--long-backend", "--long-config FILE") if word else ("--long-config", "--long-backend mooncake|lmcache")
+        raise UsageError(f"{have} without {lacks}", hint="give both: which pool, and where it is")
+    import yaml
+
+    try:
+        body = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(body, dict) or not all(isinstance(name, str) for name in body):
+        raise UsageError(f"{path} holds no settings", hint="one `name: value` a line: the fields of the tier, as in ADAPTERS.md")
+    kind = {"mooncake": "mooncake_store", "lmcache": "lmcache"}[word]
+    if body.get("type", kind) != kind:
+        raise UsageError(f"{path}: type {body['type']!r} is not that of --long-backend {word}", hint="leave it out")
+    return [registry.Spec({**body, "type": kind})]
 
 
 def _note_foreign(path: Path) -> None:

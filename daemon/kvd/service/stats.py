@@ -282,6 +282,7 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "evictions": ("", "Values it dropped to make room.", lambda: adapter.counters.evictions),
         "corruptions": ("", "Values found damaged.", lambda: adapter.counters.corruptions),
         "io_errors": ("", "Failed reads and writes.", lambda: adapter.counters.io_errors),
+        "copies": ("", "Values it was given because a later tier had them.", lambda: tier.copied),
         "breaker_opened": ("", "Times it was left alone.", lambda: tier.breaker.opened_total),
     }
     loads, stores = Histogram(), Histogram()

@@ -42,6 +42,8 @@ ASKS = 32
 """Look-ups under way or waiting for a thread, at most: what comes then is answered with "not here"."""
 PATIENCE_S = 1.0
 """A look-up that was given this long and was not answered counts against the breaker."""
+COPIES = 1024
+"""With more changes than this waiting, a tier takes no copies of what other tiers hold."""
 FAILURES = 3
 CLOSE_S = 2.0
 """An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
@@ -72,6 +74,10 @@ class Write:
     slot: int
     key: bytes
     receipts: list[Receipt] = field(default_factory=list)
+    copy: bool = False
+    """Another tier holds it and it is only to be held here too: nobody waits for it, and it is dropped when that fails."""
+    dirty: bool = True
+    """It is counted in the value's dirty mark; a copy only while it is being written."""
 
 
 @dataclass(slots=True)
@@ -152,6 +158,8 @@ class Tier:
         self._said_stuck = False
         self.untaken: set[Identity] = set()
         """Values of the arena that it should hold and has refused: what a flush must own up to."""
+        self.copied = 0
+        """Values it holds because a later tier had them."""
         self._closing = False
         self._full = False
         self._writers: set[asyncio.Task[None]] = set()
@@ -209,6 +217,12 @@ class Tier:
         assert key is not None
         index.dirty_of[slot] += 1
         self._push(Write(slot, key, [receipt] if receipt else []))
+
+    def copy(self, slot: int) -> None:
+        """Queue a live value that another tier holds, where this one has time for it. It may be evicted before it is written."""
+        key = self.store.index.keys[slot]
+        if key is not None and not self._closing and not self.broken and len(self.queue) < COPIES:
+            self._push(Write(slot, key, copy=True, dirty=False))
 
     def erase(self, identities: list[Identity], *, first: bool = False) -> Receipt:
         """Queue deletes (`first`: before all that waits); look-ups miss these identities from now on."""
@@ -291,6 +305,10 @@ class Tier:
             slots = np.array([change.slot for change, _ in batch], dtype=np.int64)
             self.store.index.pin(slots)
             self._under_way.update(identity for _, identity in batch)
+            for change, _ in batch:
+                if not change.dirty:  # from here on a delete must know that it may still arrive
+                    self.store.index.dirty_of[change.slot] += 1
+                    change.dirty = True
             items = [self._item(change.slot, identity) for change, identity in batch]
             task = self._loop.create_task(self._write(batch, slots, items))
             del items
@@ -364,19 +382,24 @@ class Tier:
             self._under_way.difference_update(identity for _, identity in batch)
         if results is None:
             # Not written: it stays queued, in order, and dirty.
-            self.queue.extendleft(change for change, _ in reversed(batch))
+            for change, _ in batch:
+                if change.copy:
+                    self._finish(change, Durability.NONE)
+            self.queue.extendleft(change for change, _ in reversed(batch) if not change.copy)
             return
         if any(not result.ok and result.reason == "io_error" for result in results):
             self._failed("io_error")
         for (change, _), result in zip(batch, results, strict=True):
             self._finish(change, result.durability if result.ok else Durability.NONE)
-        for (_, identity), result in zip(batch, results, strict=True):
+        for (change, identity), result in zip(batch, results, strict=True):
             if result.ok:
                 self.untaken.discard(identity)
-            elif result.reason not in ("unwanted", "expired"):
+                self.copied += change.copy
+            elif not change.copy and result.reason not in ("unwanted", "expired"):
                 self.untaken.add(identity)
                 self.store.tombstones.note(identity, Fate.REFUSED, place=self.name, why=result.reason)
-        self._forget_older([identity for (_, identity), result in zip(batch, results, strict=True) if not result.ok])
+        refused = [row for row, result in zip(batch, results, strict=True) if not result.ok]
+        self._forget_older([identity for change, identity in refused if not change.copy])
 
     def _forget_older(self, identities: list[Identity]) -> None:
         """What the tier did not take now, it may still hold from an earlier put under the same key: that is out of date."""
@@ -389,7 +412,7 @@ class Tier:
 
     def _finish(self, change: Write, durability: Durability, *, gone: bool = False) -> None:
         index = self.store.index
-        if (not gone or index.keys[change.slot] is change.key) and index.dirty_of[change.slot]:
+        if change.dirty and (not gone or index.keys[change.slot] is change.key) and index.dirty_of[change.slot]:
             index.dirty_of[change.slot] -= 1
         index.stir()
         for receipt in change.receipts:

@@ -68,15 +68,18 @@ class Fetch:
 class Tiering:
     """All tiers of one daemon."""
 
-    def __init__(self, store: Store, rooms: Rooms) -> None:
+    def __init__(self, store: Store, rooms: Rooms, *, promote: bool = False) -> None:
         self.store = store
         self.rooms = rooms
         self._turn = asyncio.Lock()
         """Whose turn it is to make room."""
+        self.promote = promote
+        """What a tier gives is also stored in those before it that lack it."""
         self.tiers: list[Tier] = []
         self._loading: dict[Identity, Loading] = {}
         self._clearing: list[bytes | None] = []
         """Namespaces (None: all) that are being cleared."""
+        self._copying: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._receipt: Receipt | None = None
         store.listener.stored = self._stored
@@ -376,11 +379,15 @@ class Tiering:
     ) -> None:
         store = self.store
         sources = await self._read(tier, share)
+        raised: dict[int, list[int]] = {}  # number of the tier that gave it -> slots
         for (key, identity, hit, offset), loading, source in zip(share, entries, sources, strict=True):
             slot = ABSENT
             if source is not None and not loading.void:
+                number, found = source
                 store.arena.zero_slack(offset, hit.length)
-                slot = store.admit(namespace, key, offset, hit.length, source.retention, source.expires_ns)
+                slot = store.admit(namespace, key, offset, hit.length, found.retention, found.expires_ns)
+                if slot:
+                    raised.setdefault(number, []).append(slot)
             else:
                 store.give_back(offset, hit.length)
             if self._loading.get(identity) is loading:
@@ -390,14 +397,33 @@ class Tiering:
             store.index.pin(pin)
             loading.done.set_result(slot)
             asyncio.get_running_loop().call_soon(store.unpin, pin)
+        for number, slots in raised.items() if self.promote else ():
+            if number:
+                self._copy(self.tiers[:number], slots)
 
-    async def _read(self, first: Tier, share: list[tuple[bytes, Identity, Hit, int]]) -> list[Hit | None]:
+    def _copy(self, tiers: Sequence[Tier], slots: list[int]) -> None:
+        """Store these values, which a later tier gave, in each of `tiers` that lacks them."""
+        task = asyncio.get_running_loop().create_task(self._copy_to(tiers, slots))
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)
+        task.add_done_callback(_log_failure)
+
+    async def _copy_to(self, tiers: Sequence[Tier], slots: list[int]) -> None:
+        index = self.store.index
+        rows = [(slot, index.keys[slot], self.store.identity_of(slot)) for slot in slots]
+        for tier in tiers:
+            found = await tier.ask([identity for _, _, identity in rows], asyncio.get_running_loop().time() + ASK_S)
+            for (slot, key, _), hit in zip(rows, found, strict=True):
+                if hit is None and key is not None and index.keys[slot] is key:  # else it has gone from the arena meanwhile
+                    tier.copy(slot)
+
+    async def _read(self, first: Tier, share: list[tuple[bytes, Identity, Hit, int]]) -> list[tuple[int, Hit] | None]:
         """Fill the room of each value from `first`, and what that has lost or damaged from the other tiers, in order.
 
-        Answers what the tier that gave it knows of each value; None where none gave it.
+        Answers which tier gave each value, and what it knows of it; None where none gave it.
         """
         arena = self.store.arena
-        sources: list[Hit | None] = [None] * len(share)
+        sources: list[tuple[int, Hit] | None] = [None] * len(share)
         hits = {i: hit for i, (_, _, hit, _) in enumerate(share)}
         for tier in [first, *(tier for tier in self.tiers if tier is not first)]:
             if tier is not first:
@@ -409,7 +435,7 @@ class Tiering:
             results = await tier.load([Want(i, arena.slice(o, n), arena.padded(o, n), note) for i, o, n, note in places])
             for (i, hit), result in zip(hits.items(), results, strict=True):
                 if result is Loaded.OK:
-                    sources[i] = hit
+                    sources[i] = (self.tiers.index(tier), hit)
                 elif result is Loaded.CORRUPT:
                     self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
             hits = {i: hit for i, (_, _, hit, _) in enumerate(share) if sources[i] is None}

@@ -1,6 +1,7 @@
 """`--l2-adapter`: what is accepted, what ends the start, and the line it ends with."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvtools.config import resolve
 from kvtools.errors import UsageError
 from tests.kvd.tiers.ram_tier import RamTier
 from tests.support.generated import ADAPTER_BLOCKS, ADAPTERS, block
-from tests.support.processes import run_cli
+from tests.support.processes import run_cli, run_python
 
 
 class Mine(RamTier):
@@ -173,6 +174,62 @@ def test_environment_file_and_flag_say_the_same(tmp_path: Path) -> None:
     listing.write_text("l2_adapter = 3\n")
     with pytest.raises(UsageError, match="is no list of adapters"):
         read_file(listing)
+
+
+def test_a_long_backend_is_the_tier_of_that_name(tmp_path: Path) -> None:
+    pool, cache = tmp_path / "pool.json", tmp_path / "cache.yaml"
+    pool.write_text(
+        '{"local_hostname": "a", "metadata_server": "P2PHANDSHAKE", "master_server_address": "m:50051", "protocol": "TCP"}'
+    )
+    cache.write_text("# the cache\nremote_url: lm://kv.example:65432\n")
+
+    def adapters(**flags: Any) -> list[str]:
+        flags = {"long_path": [tmp_path / "disk"], "l2_adapter": [disk(tmp_path / "b")], **flags}
+        return [adapter.type for adapter in options_of(resolve(SETTINGS, flags=flags, environ={})).adapters]
+
+    assert adapters(long_backend="mooncake", long_config=pool) == ["disk", "mooncake_store", "disk"]
+    assert adapters(long_backend="lmcache", long_config=cache) == ["disk", "lmcache", "disk"]
+    for flags, line in (
+        ({"long_backend": "mooncake"}, "--long-backend without --long-config FILE"),
+        ({"long_config": pool}, "--long-config without --long-backend mooncake|lmcache"),
+        ({"long_backend": "lmcache", "long_config": pool}, "adapter lmcache (lmcache): unknown field 'local_hostname'"),
+        ({"long_backend": "lmcache", "long_config": tmp_path / "no"}, f"cannot read {tmp_path / 'no'}: No such file"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(line)):
+            adapters(**flags)
+    for text, line in (("- a\n", "holds no settings"), ("a: [", "is no YAML"), ("type: fs\n", "type 'fs' is not that of")):
+        cache.write_text(text)
+        with pytest.raises(UsageError, match=line):
+            adapters(long_backend="lmcache", long_config=cache)
+
+
+@pytest.mark.parametrize(
+    ("module", "spec", "extra"),
+    [
+        ("nixl", {"type": "nixl_store", "backend": "POSIX", "backend_params": {"file_path": "/x"}, "pool_size": 4}, "nixl"),
+        ("mooncake", {"type": "mooncake_store", "master_server_address": "h:1", "local_hostname": "h"}, "mooncake"),
+        ("redis", {"type": "resp", "host": "h"}, "redis"),
+        ("obstore", {"type": "s3", "bucket": "b"}, "s3"),
+    ],
+)
+@pytest.mark.real("kvd")
+def test_a_package_that_is_not_installed_ends_the_start(tmp_path: Path, module: str, spec: dict[str, Any], extra: str) -> None:
+    """In a process that cannot see it: a meta path without it, before anything of ours is imported."""
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, package=None: None if name == {module!r} else find(name, package)\n"
+        f"sys.argv = ['kvd', 'serve', '--max-bytes', '1M', '--socket', {str(tmp_path / 's')!r}]\n"
+        f"sys.argv += ['--l2-adapter', {json.dumps(spec)!r}]\n"
+        "from kvtools.cli import kvd\n"
+        "kvd()\n"
+    )
+    ran = run_python(code)
+    assert ran.rc == 2
+    assert ran.stderr.splitlines() == [
+        f"kvd: error: adapter {spec['type']} ({spec['type']}) needs the Python package {module}, which is not installed",
+        f"hint: pip install 'kvtools[{extra}]'",
+    ]
 
 
 def test_secrets_are_not_shown() -> None:

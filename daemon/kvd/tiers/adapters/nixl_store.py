@@ -221,9 +221,10 @@ class NixlStoreAdapter(SlotAdapter):
         with self._lock:
             victim = self._ledger.victim(self._clock_ns())
             entry = self._ledger.remove(victim) if victim is not None else None
-            if entry is None:
+            if victim is None or entry is None:
                 return False
             self.counters.evictions += 1
+        self.evicted([victim])
         self._let_go(entry)
         return True
 

@@ -1,0 +1,188 @@
+"""Several tiers: their order, falling through, failing over, copies to the tiers before, and as much as fits a short arena."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.tiers.adapters.base import Adapter, Durability
+from kvd.tiers.adapters.fs import FsAdapter
+from kvd.wire.client import Client
+from tests.kvd.tiers.ram_tier import InProcess, RamTier, running
+from tests.support.processes import wait_until
+
+KEYS = [bytes([i]) * 32 for i in range(8)]
+VALUES = [bytes([i]) * 20_000 for i in range(8)]
+
+
+@pytest.fixture
+def tiers() -> list[RamTier]:
+    """A near one with an index in memory, one that has to be asked, and a far one."""
+    return [RamTier("near"), RamTier("asked", local_index=False), RamTier("far")]
+
+
+@pytest.fixture
+def daemon(tiers: list[RamTier]) -> Iterator[InProcess]:
+    with running(*tiers, promote=True) as made:
+        yield made
+
+
+@pytest.fixture
+def client(daemon: InProcess) -> Iterator[Client]:
+    with daemon.client() as made:
+        yield made
+
+
+def filled(daemon: InProcess, client: Client, count: int = 8) -> None:
+    """So many values, in every tier and not in the arena."""
+    assert all(client.put_many(list(zip(KEYS[:count], VALUES[:count], strict=True))))
+    client.flush()
+    daemon.evict_all()
+
+
+def settled(daemon: InProcess) -> None:
+    wait_until(lambda: not daemon.ask(lambda: daemon.daemon.tiering._copying), what="the copies to be queued")
+    for number in range(len(daemon.daemon.tiering.tiers)):
+        daemon.settled(number)
+
+
+def test_a_value_is_stored_to_all_and_comes_from_the_first(daemon: InProcess, client: Client, tiers: list[RamTier]) -> None:
+    filled(daemon, client)
+    assert [len(tier.values) for tier in tiers] == [8, 8, 8]
+    assert client.get_many(KEYS) == VALUES
+    assert [tier.counters.hits for tier in tiers] == [8, 0, 0]
+    settled(daemon)
+    assert [tier.counters.stores for tier in tiers] == [8, 8, 8], "there was nothing to copy"
+
+
+def test_look_ups_fall_through_and_what_is_found_is_copied_to_the_tiers_before(
+    daemon: InProcess, client: Client, tiers: list[RamTier]
+) -> None:
+    near, asked, far = tiers
+    filled(daemon, client)
+    for identity in list(near.values)[:6]:
+        del near.values[identity]
+    for identity in list(asked.values)[:3]:
+        del asked.values[identity]
+    assert client.prefix(KEYS).length == 8
+    assert client.get_many(KEYS) == VALUES
+    settled(daemon)
+    assert len(near.values) == 8
+    assert near.counters.stores == 8 + 6
+    daemon.evict_all()
+    for tier in (asked, far):
+        tier.loads.failing = "it must not be asked"
+    assert client.get_many(KEYS) == VALUES, "now the near one has all"
+    copies = [daemon.ask(lambda n=n: daemon.tier(n).copied) for n in range(3)]
+    assert copies[0] == 6
+    assert copies[2] == 0
+
+
+def test_a_load_that_fails_comes_from_the_next_tier_and_mends_the_first(
+    daemon: InProcess, client: Client, tiers: list[RamTier]
+) -> None:
+    near, asked, _ = tiers
+    filled(daemon, client, 4)
+    (lost, damaged, *_) = near.values
+    del near.values[lost]
+    near.damaged.add(damaged)
+    near.values[lost] = (b"x" * 20_000, *near.values[damaged][1:])  # it says that it has it
+    near.damaged.add(lost)
+    assert client.get_many(KEYS[:4]) == VALUES[:4]
+    assert near.counters.corruptions == 2
+    assert asked.counters.hits == 2
+
+
+def test_copies_are_dropped_where_a_tier_is_full_and_nobody_is_told(
+    daemon: InProcess, client: Client, tiers: list[RamTier]
+) -> None:
+    near = tiers[0]
+    filled(daemon, client)
+    near.values.clear()
+    near.refuse = lambda item: "full"
+    assert client.get_many(KEYS) == VALUES
+    settled(daemon)
+    assert not near.values
+    assert client.flush() == "fsync", "what the others hold is safe"
+    assert len(tiers[2].values) == 8
+    daemon.evict_all()
+    assert client.get_many(KEYS) == VALUES
+
+
+def test_a_copy_that_waits_neither_holds_the_arena_nor_outlives_a_delete(
+    daemon: InProcess, client: Client, tiers: list[RamTier]
+) -> None:
+    near, _, far = tiers
+    filled(daemon, client)
+    near.values.clear()
+    near.stores.close()
+    assert client.get_many(KEYS) == VALUES
+    near.stores.until_blocked()
+    assert client.delete(KEYS[:4]) == 4
+    assert client.get_many(KEYS[:4]) == [None] * 4
+    near.stores.open()
+    settled(daemon)
+    assert client.get_many(KEYS) == [None] * 4 + VALUES[4:]
+    daemon.evict_all()
+    assert client.get_many(KEYS) == [None] * 4 + VALUES[4:]
+    assert not any(identity[32:] in KEYS[:4] for tier in tiers for identity in tier.values)
+    assert len(far.values) == 4
+
+
+def test_a_copy_that_fails_costs_the_far_tier_nothing(daemon: InProcess, client: Client, tiers: list[RamTier]) -> None:
+    near, asked, far = tiers
+    filled(daemon, client)
+    near.values.clear()
+    asked.values.clear()
+    near.stores.failing = "it is away"
+    assert client.get_many(KEYS) == VALUES
+    settled(daemon)
+    daemon.evict_all()
+    assert len(far.values) == 8
+    assert client.get_many(KEYS) == VALUES
+    settled(daemon)
+    assert daemon.ask(lambda: not any(daemon.store.index.dirty_of)), "no value waits for a copy"
+
+
+def test_without_promote_a_far_value_stays_far(tiers: list[RamTier]) -> None:
+    with running(*tiers) as daemon, daemon.client() as client:
+        filled(daemon, client)
+        tiers[0].values.clear()
+        assert client.get_many(KEYS) == VALUES
+        settled(daemon)
+        assert not tiers[0].values
+
+
+def test_the_longest_prefix_that_fits_a_short_arena_is_served(tiers: list[RamTier]) -> None:
+    """Sixty values of 20 KiB, and room for fifty: a reader of all gets the first ones, not nothing."""
+    keys = [i.to_bytes(32, "big") for i in range(60)]
+    values = [i.to_bytes(2, "big") * 10_240 for i in range(60)]
+    with running(*tiers, max_bytes=1 << 20) as daemon, daemon.client() as client:
+        assert all(client.put_many(list(zip(keys, values, strict=True))))
+        client.flush()
+        with client.read(keys) as lease:
+            held = [view is not None for view in lease.views]
+            count = held.index(False)
+            assert 25 <= count < 60
+            assert not any(held[count:]), "a prefix, not a patchwork"
+            assert [bytes(view) for view in lease.views[:count]] == values[:count]
+        assert client.get_many(keys) == values, "in windows, all of it"
+
+
+def test_a_cascade_of_real_tiers(tmp_path: Path) -> None:
+    """Two directories; the first loses its files behind the daemon's back and gets them again."""
+
+    root = tmp_path
+    fast: Adapter = FsAdapter("fast", root / "fast", 64 << 20)
+    slow: Adapter = FsAdapter("slow", root / "slow", 64 << 20, durability=Durability.FSYNC)
+    with running(fast, slow, promote=True) as daemon, daemon.client() as client:
+        filled(daemon, client)
+        for file in (root / "fast").rglob("*.kv"):
+            file.unlink()
+        assert client.get_many(KEYS) == VALUES
+        assert slow.counters.hits == 8
+        settled(daemon)
+        assert len(list((root / "fast").rglob("*.kv"))) == 8
+        daemon.evict_all()
+        assert client.get_many(KEYS) == VALUES
+        assert slow.counters.hits == 8
