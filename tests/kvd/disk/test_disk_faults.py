@@ -115,16 +115,20 @@ def test_a_start_without_room_for_anything_serves_what_is_there():
     io.kill()
 
     def full(name: str, path: Path, size: int) -> OSError | None:
-        if name in ("pwritev", "fallocate") and path.suffix == ".tmp":
+        if name in ("pwritev", "fallocate") and path.suffix in (".tmp", ".kvlog"):
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return None
 
-    for _ in range(2):
+    for budget in (2 << 20, 512 << 10):
         io.fault = full
-        adapter = simulated(io, 2 << 20, region_bytes=128 << 10)
+        adapter = simulated(io, budget, region_bytes=128 << 10)
         assert {number for number in range(40) if get(adapter, identity(number)) is not None} == there
+        with pytest.raises(AdapterError, match="may not outlive"):
+            adapter.delete([identity(0), identity(min(there))])
+        io.fault = None  # there is room again
         gone = there.pop()
-        adapter.delete([identity(gone)])
+        adapter.delete([identity(gone), identity(min(there))])
+        there.remove(min(there))
         io.kill()
     io.fault = None
     adapter = simulated(io, 2 << 20, region_bytes=128 << 10)

@@ -278,7 +278,7 @@ def flat(levels: list[int]) -> None:
 
 
 def test_a_short_soak(kvd_daemon: MakeDaemon, place: Path) -> None:
-    done = soak(kvd_daemon, place, 7, random.SystemRandom().randrange(1 << 30), lambda text: None)
+    done = soak(kvd_daemon, place, 4, random.SystemRandom().randrange(1 << 30), lambda text: None)
     assert min(done["read"], done["stored"], done["written"]) > 0, f"nothing was done: {done}"
 
 

@@ -219,20 +219,25 @@ class DiskAdapter(Adapter):
         for file in found:
             if file.scan is None:
                 self._files.adopt_free(file.path, file.fd, file.size)
-        self._renew_deletes()
-        self._evictor.release_dead([region for region, _ in pairs])
-        self._evictor.fit()
+        if self._renew_deletes():
+            self._evictor.release_dead([region for region, _ in pairs])
+            self._evictor.fit()
         self._resume([region for region, _ in pairs])
 
-    def _renew_deletes(self) -> None:
-        """Start with a log of what is needed; on a file system without room for it, with the one there is."""
+    def _renew_deletes(self) -> bool:
+        """Start with a log of what is needed; on a file system without room for it, with the one there is, and False.
+
+        What gives regions back has to note it in the log: that waits then for room, and for the next region that is wanted.
+        """
         try:
             self._deletes.rewrite(self._catalog.stale)
+            return True
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             log.warning("%s: no room to write the deletes log anew: going on with the old one", self.path)
             self._deletes.go_on()
+            return False
 
     def _resume(self, regions: list[Region]) -> None:
         """Let the regions with the most room take appends again."""
