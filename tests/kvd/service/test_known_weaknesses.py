@@ -11,7 +11,7 @@ from kvd.store.extents import PAGE
 from kvd.store.retention import NEVER, Retention
 from kvd.store.store import Store
 from tests.support.daemon import Daemon, MakeDaemon
-from tests.support.processes import wait_until
+from tests.support.processes import run_cli, wait_until
 
 pytestmark = pytest.mark.real("kvd")
 
@@ -199,6 +199,97 @@ def test_a_value_the_tier_refuses_is_not_called_durable(kvd_daemon: MakeDaemon) 
         assert fits.stored
         assert client.get(key(2)) == b"t" * (limit + 1)
         assert client.stats()["tiers"][0]["store_failures_total"] == 1
+
+
+def test_a_value_that_comes_up_is_not_written_down_again(kvd_daemon: MakeDaemon) -> None:
+    """There: eight values stored and read back were sixteen writes to disk."""
+    daemon = kvd_daemon(max_bytes="4MiB", tier="64MiB")
+    with daemon.client() as client:
+        assert all(client.put_many([(key(i), bytes([i]) * 100_000) for i in range(20)], wait="tier"))
+        before = client.stats()["tiers"][0]["stores_total"]
+        for _ in range(3):
+            client.delete([key(i) for i in range(20)], arena_only=True)
+            assert client.get_many([key(i) for i in range(20)]) == [bytes([i]) * 100_000 for i in range(20)]
+        client.flush()
+        stats = client.stats()
+        assert stats["promotions_total"] == 60
+        assert stats["tiers"][0]["stores_total"] == before == 20
+
+
+def test_evicted_keys_do_not_come_back_with_the_bytes_of_others(kvd_daemon: MakeDaemon) -> None:
+    """There: evictions were not in the journal; after a restart it put old keys onto slots that others had by then."""
+    daemon = kvd_daemon(max_bytes="8MiB", tier="16MiB")
+    with daemon.client(timeout_s=20) as client:
+        for i in range(120):
+            assert client.put(key(i), key(i) * 8000, wait="tier" if i % 10 == 9 else "")
+    for kill in (True, False):
+        daemon.restart(kill=kill)
+        with daemon.client(timeout_s=20) as client:
+            got = client.get_many([key(i) for i in range(120)])
+            assert all(data in (None, key(i) * 8000) for i, data in enumerate(got))
+            assert 10 < sum(data is not None for data in got) < 120
+            tier = client.stats()["tiers"][0]
+            assert tier["bytes_used"] <= tier["bytes_limit"]
+
+
+def test_a_torn_log_loses_nothing_that_comes_after_it(kvd_daemon: MakeDaemon) -> None:
+    """There: the next line was glued to the torn one, and with it everything after it was lost."""
+    daemon = kvd_daemon(max_bytes="8MiB", tier="64MiB")
+    with daemon.client(timeout_s=20) as client:
+        assert all(client.put_many([(key(i), key(i) * 1000) for i in range(40)], wait="tier"))
+        client.delete([key(i) for i in range(10)])
+    daemon.kill9()
+    log = daemon.tier / "deletes.kvlog"
+    with log.open("ab") as file:
+        file.write(b"torn" * 700)
+    daemon.start()
+    with daemon.client(timeout_s=20) as client:
+        client.delete([key(i) for i in range(10, 20)])
+        assert client.put(key(99), b"later", wait="tier")
+    for kill in (True, False):
+        daemon.restart(kill=kill)
+        with daemon.client(timeout_s=20) as client:
+            assert client.get_many([key(i) for i in range(40)]) == [None] * 20 + [key(i) * 1000 for i in range(20, 40)]
+            assert client.get(key(99)) == b"later"
+
+
+def test_overwriting_and_deleting_for_ever_takes_no_more_room(kvd_daemon: MakeDaemon) -> None:
+    """There: the journal grew by a line a put, without bound, since no snapshot was ever written."""
+    daemon = kvd_daemon(max_bytes="8MiB", tier="64MiB")
+
+    def size() -> int:
+        return sum(path.stat().st_size for path in daemon.tier.iterdir())
+
+    with daemon.client(timeout_s=20) as client:
+        for round_ in range(30):
+            client.put_many([(key(i), bytes([round_]) * 20_000) for i in range(40)], wait="tier")
+            client.delete([key(i) for i in range(round_ % 2, 40, 2)])
+        for round_ in range(60):
+            client.put_many([(key(i), bytes([round_]) * 20_000) for i in range(40)], wait="tier")
+            client.delete([key(i) for i in range(round_ % 2, 40, 2)])
+        assert size() <= 66 * MIB
+    daemon.restart()
+    assert (daemon.tier / "deletes.kvlog").stat().st_size < MIB
+
+
+def test_the_start_writes_no_probe(kvd_daemon: MakeDaemon) -> None:
+    """There: 2 GB were written to the tier and read back before the socket was there: 14.5 s."""
+    daemon = kvd_daemon(max_bytes="8MiB", tier="512MiB")
+    assert sum(path.stat().st_blocks * 512 for path in daemon.tier.rglob("*") if path.is_file()) < 16 * MIB
+
+
+def test_a_stopped_daemon_leaves_its_successors_socket(kvd_daemon: MakeDaemon) -> None:
+    """There: a second daemon took the path, and the end of the first one took the second's socket away."""
+    daemon = kvd_daemon(max_bytes="8MiB")
+    second = run_cli("kvd", "serve", "--socket", daemon.socket, "--max-bytes", "1MiB")
+    assert second.rc == 1
+    assert "already running" in second.stderr
+    with daemon.client() as client:
+        assert client.put(K, b"v")
+    assert daemon.stop() == 0
+    daemon.start()
+    with daemon.client() as client:
+        assert client.put(K, b"v")
 
 
 def evictions_per_second(entries: int) -> float:
