@@ -64,6 +64,8 @@ class Options:
     shm: Path = field(default=SHM)
     reload: "Callable[[], Options] | None" = None
     """Reads the settings anew, for SIGHUP."""
+    waiting: Sequence[str] = ()
+    """After that: settings that have another value now than at the start, and need a restart."""
     preflight: "Callable[[], Sequence[str]] | None" = None
     """What this host does not do well for these settings, a line each; asked on a thread once the daemon is ready."""
 
@@ -188,27 +190,12 @@ class Daemon:
         except KvError as error:
             log.error("the settings were not reloaded: %s", error.message)
             return
-        old, self.options = (
-            self.options,
-            dataclasses.replace(
-                self.options, allow_uids=new.allow_uids, allow_gids=new.allow_gids, drain_s=new.drain_s, evicting=new.evicting
-            ),
+        self.options = dataclasses.replace(
+            self.options, allow_uids=new.allow_uids, allow_gids=new.allow_gids, drain_s=new.drain_s, evicting=new.evicting
         )
         self.server.allow(new.allow_uids, new.allow_gids)
         self.store.evicting = new.evicting
-        fixed = (
-            "socket",
-            "max_bytes",
-            "socket_mode",
-            "socket_group",
-            "huge_pages",
-            "mlock",
-            "numa_node",
-            "metrics_host",
-            "metrics_port",
-        )
-        waiting = [name for name in fixed if getattr(old, name) != getattr(new, name)]
-        log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(waiting)}" if waiting else "")
+        log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(new.waiting)}" if new.waiting else "")
 
     async def drain(self) -> tuple[Durability, int]:
         """Take no new writes and push everything to the tiers; see `Tiering.flush` for the answer."""

@@ -134,6 +134,10 @@ SETTINGS = (
 )
 
 
+LIVE = frozenset({"allow_uid", "allow_gid", "drain_timeout", "eviction_policy", "log_level"})
+"""Settings that SIGHUP takes over; the others wait for a restart."""
+
+
 def gib(value: float, other: str | None) -> str:
     """The text of --max-bytes meant by --l1-size-gb. Raises UsageError when both are given, or it is no sensible number."""
     if other is not None:
@@ -192,8 +196,11 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
 
     def again() -> Options:
         fresh = resolve(SETTINGS, flags=flags, file=read_file(config), file_name=str(config or ""))
+        options = options_of(fresh)
         logging.getLogger().setLevel(fresh["log_level"].value)
-        return options_of(fresh)
+        now, then = ({s.name: _shown(one[s.name].value, s.name) for s in SETTINGS} for one in (fresh, settings))
+        options.waiting = sorted(name for name in now if now[name] != then[name] and name not in LIVE)
+        return options
 
     options.reload = again
     options.preflight = lambda: preflight(settings["long_path"].value)

@@ -110,7 +110,7 @@ def test_what_a_tier_acknowledged_survives(kvd_daemon: MakeDaemon) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_what_a_tier_acknowledged_survives_many_times(kvd_daemon: MakeDaemon) -> None:
     for durability in ("none", "group", "fsync"):
-        rounds(kvd_daemon, 40, random.SystemRandom().randrange(1 << 30), "--durability", durability)
+        rounds(kvd_daemon, 70, random.SystemRandom().randrange(1 << 30), "--durability", durability)

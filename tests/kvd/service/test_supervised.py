@@ -56,10 +56,10 @@ def test_sighup_takes_over_what_can_change_and_names_what_cannot(kvd_daemon: Mak
     keys = [os.urandom(32) for _ in range(40)]
     with daemon.client(timeout_s=1) as client:
         assert all(client.put_many([(key, bytes(100_000)) for key in keys], retention="ephemeral"))
-        config.write_text('eviction_policy = "noop"\nmetrics_port = 9\n')
+        config.write_text('eviction_policy = "noop"\nmetrics_port = 9\nlog_format = "json"\nlog_level = "DEBUG"\n')
         daemon.signal(signal.SIGHUP)
         wait_until(lambda: "settings reloaded" in daemon.text(), what="the reload")
-        assert "wait for a restart: metrics_port" in daemon.text()
+        assert "wait for a restart: log_format, metrics_port\n" in daemon.text()
         time.sleep(0.4)  # leases of the puts before have ended
         assert not client.put(os.urandom(32), bytes(900_000)), "noop: a full arena refuses"
         config.write_text("eviction = 1\n")
