@@ -11,6 +11,10 @@
     layout        where the bytes of a block lie, whatever the engine's KV layout
     mover         the copies in host memory
     device_mover  the copies for KV memory on a GPU
+    direct        chunks past the daemon: between the engine's memory and the disk tier's files (GPU-direct)
+    direct_io     what moves those bytes: hipFile, cuFile, or plain preadv and pwritev
+    direct_setup  whether that works here, by trying it
+    staging       buffers between blocks and files
     fingerprint   what must match for bytes to be reusable: the namespace
     attach        how a worker gets hold of the engine's memory and of the daemon
     plugin        the entry point that makes the connector's name known to vLLM

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.connector import fingerprint
-from kvd.connector.groups import Group, Unsupported, groups_of, unit_of
+from kvd.connector.direct_setup import set_up
+from kvd.connector.groups import Group, Unsupported, groups_of, unit_bytes_of, unit_of
 from kvd.connector.keys import chunk_tokens
 from kvd.connector.layout import GroupLayout, View, group_layout
 from kvd.connector.link import Link
@@ -47,6 +48,10 @@ class Links:
         """A load is many short calls, so that a wedged daemon is told from a slow tier long before the load's deadline."""
         return self._link("load", min(READ_SLICE_S, self._settings.load_timeout_s))
 
+    def direct(self) -> Link:
+        """For what moves past the daemon: it may have to make room on a disk before it lends any."""
+        return self._link("direct", READ_SLICE_S)
+
     def facts(self) -> Link:
         """For comparing facts with the last engine, in the background: nobody waits for it."""
         return self._link("facts", FACTS_TIMEOUT_S)
@@ -68,7 +73,7 @@ class Links:
                 client = Client(socket, timeout_s=timeout_s)
                 try:
                     client.ping()
-                    if name == "save":
+                    if name in {"save", "direct"}:
                         # Maps the arena for writing now: it takes a second connection, which no step should wait for.
                         client.write([]).abort()
                 except BaseException:
@@ -101,7 +106,26 @@ def attach_worker(
         logger.warning("register_kv_caches: %s SKIPS kvd (%s)", *_split(str(problem)))
         return RankIdentity(problem=str(problem)), None
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
-    chunk = chunk_tokens(settings.chunk_tokens, unit_of(groups))
+    mover = make_mover(storage, device, layouts)
+    unit = unit_of(groups)
+    # Stages of a pipeline have different layers, and chunks of one size for all: there the size is not made to measure.
+    unit_bytes = unit_bytes_of(kv_cache_config, groups) if vllm_config.parallel_config.pipeline_parallel_size == 1 else 0
+    large = chunk_tokens(settings.chunk_tokens, unit, unit_bytes)
+    direct = (
+        set_up(
+            settings,
+            mover,
+            device,
+            links.direct(),
+            longest=lambda: max(
+                large // group.block_tokens * layout.block_bytes for group, layout in zip(groups, layouts, strict=True)
+            ),
+            counters=counters,
+        )
+        if settings.ais != "off"
+        else None
+    )
+    chunk = large if direct is not None else chunk_tokens(settings.chunk_tokens, unit)
     facts = {
         **fingerprint.model_facts(vllm_config, engine_version),
         **fingerprint.parallel_facts(vllm_config, replicas),
@@ -112,18 +136,22 @@ def attach_worker(
         _group_facts(group, layout, kv_cache_config, kv_caches) for group, layout in zip(groups, layouts, strict=True)
     )
     namespaces = tuple(fingerprint.digest({**facts, **more}) for more in of_groups)
-    identity = RankIdentity(namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts), group_facts=of_groups)
+    identity = RankIdentity(
+        namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts), direct is not None, group_facts=of_groups
+    )
     # Of ranks that hold the same bytes only the first stores them.
     first = vllm_config.parallel_config.rank % replicas == 0
     worker = Worker(
         namespaces,
-        make_mover(storage, device, layouts),
+        mover,
         save_link=links.save(),
         load_link=links.load(),
         saves=saves and first,
         load_timeout_s=settings.load_timeout_s,
         load_threads=settings.load_threads,
         counters=counters,
+        direct=direct,
+        direct_link=links.direct() if direct is not None else None,
     )
     return identity, worker
 

@@ -30,7 +30,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvd.connector import book, describe, prometheus
 from kvd.connector.attach import Links, attach_worker
-from kvd.connector.groups import Unsupported, groups_of
+from kvd.connector.direct_setup import StartRefused
+from kvd.connector.groups import Unsupported, groups_of, unit_bytes_of
 from kvd.connector.link import Link, wait_up
 from kvd.connector.metrics import Counters
 from kvd.connector.plan import Plan, RankIdentity, Report
@@ -93,6 +94,8 @@ def guarded(default: Callable[[], Any]) -> Callable[[Callable[Params, Answer]], 
         def call(*args: Params.args, **kwargs: Params.kwargs) -> Answer:
             try:
                 return method(*args, **kwargs)
+            except StartRefused:
+                raise
             except Exception as error:  # noqa: BLE001 - the engine's edge: an exception here would end the engine
                 _stumbled(args[0], method.__name__, error)
                 answer: Answer = default()
@@ -162,6 +165,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             load=self._loads,
             reuse_local=bool(cache.enable_prefix_caching),
             drop_units=int(eagle),
+            unit_bytes=unit_bytes_of(kv_cache_config, groups) if vllm_config.parallel_config.pipeline_parallel_size == 1 else 0,
             say_view=self._say_view,
             counters=self._counters,
         )

@@ -32,34 +32,64 @@ class DeviceMover:
     def value_bytes(self, group: int, blocks: int) -> int:
         return self._block_bytes[group] * blocks
 
+    def empty(self, size: int) -> Any:
+        """So many bytes on the device, their content undefined."""
+        return self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+
     def gather(self, group: int, ids: Sequence[int], into: Any) -> None:
-        torch = self._torch
-        staging = torch.empty(self.value_bytes(group, len(ids)), dtype=torch.uint8, device=self._device)
-        index = torch.tensor(ids, dtype=torch.int64, device=self._device)
+        staging = self.empty(self.value_bytes(group, len(ids)))
+        self._index(group, ids, staging)
+        self.to_host(staging, into)
+
+    def collect(self, group: int, ids: Sequence[int], staging: Any) -> None:
+        """Copy these blocks to `staging`, a tensor on the device of exactly their bytes; done when this returns."""
+        self._index(group, ids, staging)
+        self._settle()
+
+    def to_host(self, staging: Any, into: Any) -> None:
+        """Copy bytes of the device to host memory. That is not pinned: torch waits for the transfer."""
+        self._torch.frombuffer(into, dtype=self._torch.uint8).copy_(staging)
+
+    def _index(self, group: int, ids: Sequence[int], staging: Any) -> None:
+        index = self._torch.tensor(ids, dtype=self._torch.int64, device=self._device)
         at = 0
         for lane in self._lanes[group]:
             part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
-            torch.index_select(lane, 0, index, out=part)
+            self._torch.index_select(lane, 0, index, out=part)
             at += part.numel()
-        # To memory that is not pinned: torch waits for the transfer.
-        torch.frombuffer(into, dtype=torch.uint8).copy_(staging)
 
     def scatter(self, group: int, ids: Sequence[int], source: Any) -> None:
-        torch = self._torch
-        wanted = [place for place, block in enumerate(ids) if block]
-        if not wanted:
+        if not any(ids):
             return
         with self._own_stream() as stream:
-            staging = _readonly(torch, source).to(self._device)
-            places = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-            index = torch.tensor([ids[place] for place in wanted], dtype=torch.int64, device=self._device)
-            at = 0
-            for lane in self._lanes[group]:
-                part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
-                lane.index_copy_(0, index, part.index_select(0, places))
-                at += part.numel()
+            self._place(group, ids, _readonly(self._torch, source).to(self._device))
             if stream is not None:
                 stream.synchronize()
+
+    def spread(self, group: int, ids: Sequence[int], staging: Any) -> None:
+        """Copy a value that lies on the device into these blocks; zeros are skipped. Done when this returns."""
+        if not any(ids):
+            return
+        with self._own_stream() as stream:
+            self._place(group, ids, staging)
+            if stream is not None:
+                stream.synchronize()
+
+    def _place(self, group: int, ids: Sequence[int], staging: Any) -> None:
+        torch = self._torch
+        wanted = [place for place, block in enumerate(ids) if block]
+        places = torch.tensor(wanted, dtype=torch.int64, device=self._device)
+        index = torch.tensor([ids[place] for place in wanted], dtype=torch.int64, device=self._device)
+        at = 0
+        for lane in self._lanes[group]:
+            part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
+            lane.index_copy_(0, index, part.index_select(0, places))
+            at += part.numel()
+
+    def _settle(self) -> None:
+        """Wait for what this thread's stream has been given."""
+        if self._device.type != "cpu":
+            self._torch.accelerator.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def _own_stream(self) -> Any:

@@ -66,6 +66,23 @@ def groups_of(kv_cache_config: Any) -> tuple[Group, ...]:
     return found
 
 
+def unit_bytes_of(kv_cache_config: Any, groups: Iterable[Group]) -> int:
+    """Bytes of `unit_of` tokens in all layers of all groups, by the engine's own account: the same number on both sides."""
+    groups = tuple(groups)
+    unit = unit_of(groups)
+    total = 0
+    for group in groups:
+        cached = kv_cache_config.kv_cache_groups[group.id]
+        specs = getattr(cached.kv_cache_spec, "kv_cache_specs", None)
+        pages = (
+            [spec.page_size_bytes for spec in specs.values()]
+            if specs
+            else [cached.kv_cache_spec.page_size_bytes] * len(cached.layer_names)
+        )
+        total += sum(pages) * unit // group.block_tokens
+    return total
+
+
 def _group(index: int, group: Any) -> Group:
     spec = group.kv_cache_spec
     layers = getattr(spec, "kv_cache_specs", None)

@@ -19,6 +19,8 @@ FORMAT = 1
 AUTO_CHUNK_TOKENS = 256
 """Tokens of a chunk without GPU-direct: small enough that short prompts profit, large enough for one copy a layer."""
 
+DIRECT_CHUNK_BYTES = 128 << 20
+
 _SPAN = struct.Struct("<QQ")
 
 
@@ -29,8 +31,14 @@ class Span(NamedTuple):
     end: int
 
 
-def chunk_tokens(wanted: int | None, unit: int) -> int:
-    """Tokens of a chunk: `wanted` (None: 256) rounded to whole blocks of every group, at least one."""
+def chunk_tokens(wanted: int | None, unit: int, unit_bytes: int = 0) -> int:
+    """Tokens of a chunk: `wanted`, or 256, rounded to whole blocks of every group, at least one.
+
+    `unit_bytes` is given with GPU-direct: the bytes of `unit` tokens in all groups. A chunk is then what gives 128 MiB, since
+    that is where its fan-out pays off.
+    """
+    if wanted is None and unit_bytes:
+        return -(-DIRECT_CHUNK_BYTES // unit_bytes) * unit
     return max(1, round((wanted or AUTO_CHUNK_TOKENS) / unit)) * unit
 
 

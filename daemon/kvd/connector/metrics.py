@@ -21,9 +21,49 @@ COUNTERS = {
     "save_seconds": "time the engine's steps spent on saving",
     "save_known": "chunks not copied because they were stored already",
     "save_failures": "chunks not stored: no room, or the daemon failed",
+    "direct_load_bytes": "bytes of these that came from files past the daemon (GPU-direct)",
+    "direct_save_bytes": "bytes of these that went to files past the daemon (GPU-direct)",
     "down": "times the daemon was lost",
     "errors": "errors inside the connector (each with a traceback in the log)",
 }
+
+
+REASONED = {"direct_fallback": "chunks that went through the arena although GPU-direct was asked for, by reason"}
+"""Counters with a label `reason`. Inside, such a counter's key is `<name>/<reason>`."""
+REASONS = (
+    "no_library",
+    "library_too_old",
+    "driver_not_loaded",
+    "driver_error",
+    "driver_setup",
+    "platform_unsupported",
+    "device_unsupported",
+    "file_unsupported",
+    "io_disabled",
+    "pinning_failed",
+    "no_o_direct",
+    "permission_denied",
+    "no_file",
+    "no_daemon",
+    "no_tier",
+    "no_buffer",
+    "unknown_root",
+    "too_small",
+    "too_large",
+    "full",
+    "evicted",
+    "lease_lost",
+    "corrupt",
+    "short_transfer",
+    "io_error",
+    "other",
+)
+
+
+def split(key: str) -> tuple[str, str]:
+    """A counter's key as (name, reason); the reason is "" for a plain one."""
+    name, _, reason = key.partition("/")
+    return name, reason
 
 
 class Counters:
@@ -31,12 +71,17 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self._sent: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        names = [*COUNTERS, *(f"{name}/{reason}" for name in REASONED for reason in REASONS)]
+        self._values: dict[str, float] = dict.fromkeys(names, 0)
+        self._sent: dict[str, float] = dict.fromkeys(names, 0)
 
     def add(self, name: str, amount: float = 1) -> None:
         with self._lock:
             self._values[name] += amount
+
+    def add_reason(self, name: str, reason: str) -> None:
+        """Count one under its reason; a reason that has no place of its own is `other`."""
+        self.add(f"{name}/{reason if reason in REASONS else 'other'}")
 
     def values(self) -> dict[str, float]:
         """All counters since start."""

@@ -86,11 +86,13 @@ class RankIdentity:
 
     `problem`: why this worker cannot store its cache; then nobody does, since all ranks hit together or not at all.
     `group_bytes`: bytes of one block, by group; `group_facts`: what each group's namespace is made of besides `facts`.
+    `direct`: it moves chunks past the daemon, so they are large.
     """
 
     namespaces: tuple[bytes, ...] = ()
     facts: dict[str, str] = field(default_factory=dict)
     chunk_tokens: int = 0
     group_bytes: tuple[int, ...] = ()
+    direct: bool = False
     problem: str = ""
     group_facts: tuple[dict[str, str], ...] = ()

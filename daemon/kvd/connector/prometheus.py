@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvd.connector.metrics import COUNTERS, join, summary
+from kvd.connector.metrics import COUNTERS, REASONED, join, split, summary
 
 
 class KvdStats(KVConnectorStats):
@@ -39,9 +39,16 @@ class KvdPrometheus(KVConnectorPromMetrics):
             name: counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=labelnames)
             for name, text in COUNTERS.items()
         }
+        self._reasoned = {
+            name: counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=[*labelnames, "reason"])
+            for name, text in REASONED.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            if name in self._counters and value > 0:
+        for key, value in transfer_stats_data.items():
+            name, reason = split(key)
+            if reason and name in self._reasoned and value > 0:
+                self._reasoned[name].labels(*labels, reason).inc(value)
+            elif name in self._counters and value > 0:
                 self._counters[name].labels(*labels).inc(value)

@@ -130,6 +130,7 @@ class Scheduler:
         load: bool = True,
         reuse_local: bool = True,
         drop_units: int = 0,
+        unit_bytes: int = 0,
         say_view: Callable[[View], object] = lambda view: None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -148,6 +149,7 @@ class Scheduler:
         self._load = load
         self._reuse_local = reuse_local
         self._drop = drop_units * self.unit
+        self._unit_bytes = unit_bytes
         self._clock = clock
         self._state = _State()
         self._requests: dict[str, Tracked] = {}
@@ -162,8 +164,12 @@ class Scheduler:
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         if not problem and len(ranks) != expected:
             problem = f"{len(ranks)} of {expected} workers reported their cache"
+        if not problem:
+            self._choose_chunk(all(rank.direct for rank in ranks))
         if not problem and {rank.chunk_tokens for rank in ranks} != {self.chunk}:
             problem = f"workers use chunks of {sorted({r.chunk_tokens for r in ranks})} tokens, the scheduler of {self.chunk}"
+            if len({rank.direct for rank in ranks}) > 1:
+                problem += ": GPU-direct works for some of them only; set KVD_CHUNK_TOKENS"
         # Ranks that hold the same bytes have the same namespaces: asked for once.
         namespaces = tuple(dict.fromkeys(rank.namespaces for rank in ranks))
         self._state = _State(() if problem else namespaces, problem, met=True, ranks=tuple(ranks))
@@ -175,6 +181,15 @@ class Scheduler:
         ranks = dict.fromkeys(rank.namespaces for rank in self._state.ranks)
         firsts = tuple(next(rank for rank in self._state.ranks if rank.namespaces == names) for names in ranks)
         return View(firsts, self.groups, HashSource(algorithm, seed, self.hash_tokens), self.chunk, self.settings.tenant)
+
+    def _choose_chunk(self, direct: bool) -> None:
+        """The size of chunks: large where every worker moves them past the daemon. What was cut before is cut anew."""
+        self.chunk = chunk_tokens(self.settings.chunk_tokens, self.unit, self._unit_bytes if direct else 0)
+        for tracked in self._requests.values():
+            tracked.keys = self._keys_of(tracked.request)
+
+    def _keys_of(self, request: Request) -> Keys:
+        return Keys(request.block_hashes, hash_tokens=self.hash_tokens, chunk=self.chunk, unit=self.unit)
 
     @property
     def active(self) -> bool:
@@ -202,7 +217,7 @@ class Scheduler:
             tenant = "\0".join(filter(None, (self.settings.tenant, str(parameters.get("kvd_namespace") or ""))))
             found = self._requests[request.request_id] = Tracked(
                 request=request,
-                keys=Keys(request.block_hashes, hash_tokens=self.hash_tokens, chunk=self.chunk, unit=self.unit),
+                keys=self._keys_of(request),
                 retention=_retention(parameters),
                 ttl_s=_ttl(parameters),
                 salt=salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=tenant),

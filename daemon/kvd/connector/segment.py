@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvd.connector.metrics import COUNTERS, Counters
+from kvd.connector.metrics import COUNTERS, REASONED, REASONS, Counters, split
 from kvtools.errors import KvError
 from kvtools.segments.files import SHM
 from kvtools.segments.stats import Metric, StatsWriter, find_stats, remove_unlocked
@@ -35,6 +35,8 @@ def metrics() -> list[Metric]:
     counted = [
         Metric(f"{name}_total", "counter", _unit(name), text, float=name.endswith("_seconds")) for name, text in COUNTERS.items()
     ]
+    for name, text in REASONED.items():
+        counted += [Metric(f"{name}_total", "counter", "", text, {"reason": reason}) for reason in REASONS]
     return counted + [Metric(name, "gauge", unit, text) for name, (unit, text) in GAUGES.items()]
 
 
@@ -78,8 +80,9 @@ class Publisher:
     def _write(self) -> None:
         writer = self._writer
         with writer.update():
-            for name, value in self._counters.values().items():
-                writer.set(writer.index(f"{name}_total"), value)
+            for key, value in self._counters.values().items():
+                name, reason = split(key)
+                writer.set(writer.index(f"{name}_total", **({"reason": reason} if reason else {})), value)
             for name, number in self._gauges().items():
                 writer.set(writer.index(name), number)
         writer.heartbeat()

@@ -7,11 +7,13 @@ The environment reaches all of the engine's processes, so it is the usual way. T
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvd.connector.direct_io import BACKENDS
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import UsageError
-from kvtools.units import parse_duration
+from kvtools.units import parse_duration, parse_size
 
 
 def _chunk_tokens(text: str) -> int | None:
@@ -37,6 +39,34 @@ def _switch(text: str) -> bool:
     return word in {"1", "on", "true", "yes"}
 
 
+def _ais(text: str) -> str:
+    word = text.strip().lower()
+    # What an older connector took for "force it" never was that: it fell back all the same.
+    meaning = {"1": "auto", "on": "auto", "true": "auto", "yes": "auto", "0": "off", "false": "off", "no": "off"}.get(word, word)
+    if meaning not in {"off", "auto", "require"}:
+        raise UsageError(f"not off, auto or require: {text!r}")
+    return meaning
+
+
+def _roots(text: str) -> tuple[Path, ...]:
+    """Folders, separated by commas; `long=/path` as an older connector wrote them."""
+    found = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        kind, equals, path = word.partition("=")
+        if equals and kind not in {"long", "short"}:
+            raise UsageError(f"neither a folder nor long=FOLDER: {word!r}")
+        found.append(Path(path if equals else word))
+        if not found[-1].is_absolute():
+            raise UsageError(f"not an absolute path: {word!r}")
+    return tuple(found)
+
+
+def _backend(text: str) -> str:
+    if text not in (*BACKENDS, "auto"):
+        raise UsageError(f"not auto, {', '.join(BACKENDS)}: {text!r}")
+    return "" if text == "auto" else text
+
+
 SETTINGS = [
     Setting("socket", str, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="the daemon's socket (default: where kvd serve has it)"),
     Setting(
@@ -59,6 +89,48 @@ SETTINGS = [
         ("KVD_PIN",),
         help="how long a look-up pins what it found while the request waits for room; 0: the load pins, and a look-up stays short",
     ),
+    Setting(
+        "ais",
+        _ais,
+        "off",
+        ("KVD_AIS", "INFERA_KVD_AIS", "INFERA_KVD_GPU_DIRECT"),
+        help="GPU-direct: off; auto, where it works; require, or do not start",
+    ),
+    Setting(
+        "direct_roots",
+        _roots,
+        (),
+        ("KVD_DIRECT_ROOTS", "INFERA_KVD_HIPFILE_ROOTS"),
+        help="where this process sees the folders of the daemon's disk tier, by commas (default: where the daemon does)",
+    ),
+    Setting(
+        "direct_checksum",
+        _switch,
+        False,
+        ("KVD_DIRECT_CHECKSUM",),
+        help="compute and compare checksums of what moves past the daemon: a pass of the CPU over every byte",
+    ),
+    Setting(
+        "direct_staging",
+        parse_size,
+        512 << 20,
+        ("KVD_DIRECT_STAGING",),
+        help="memory for staging buffers of GPU-direct, at least two chunks",
+    ),
+    Setting(
+        "direct_backend",
+        _backend,
+        "",
+        ("KVD_DIRECT_BACKEND",),
+        help="hipfile, cufile or posix, whatever the engine's memory; auto chooses by it",
+    ),
+    Setting(
+        "direct_library",
+        str,
+        None,
+        ("KVD_DIRECT_LIBRARY",),
+        help="the hipFile or cuFile library, where it is not found by its name",
+    ),
     Setting("stats", _switch, True, ("KVD_STATS",), help="publish live numbers in shared memory, for kvtop and kvdoctor"),
     Setting("load_threads", _positive, 2, ("KVD_LOAD_THREADS",), help="requests loaded at the same time, per worker"),
 ]
@@ -77,6 +149,12 @@ class Settings:
     save_timeout_s: float
     load_timeout_s: float
     pin_s: float
+    ais: str
+    direct_roots: tuple[Path, ...]
+    direct_checksum: bool
+    direct_staging: int
+    direct_backend: str
+    direct_library: str | None
     stats: bool
     load_threads: int
     origins: tuple[tuple[str, str], ...] = ()
@@ -85,10 +163,13 @@ class Settings:
     def notices(self) -> list[str]:
         """One line for each setting that came by an older name."""
         return [
-            f"{origin.removeprefix('env:')} is accepted; its name here is {_name_of(name)}"
+            f"{origin.removeprefix('env:')} is accepted; its name here is {_name_of(name)}{_MEANINGS.get(name, '')}"
             for name, origin in self.origins
             if origin.startswith("env:INFERA_")
         ]
+
+
+_MEANINGS = {"ais": ", and it means auto: where GPU-direct does not work it is said, and everything goes through the daemon"}
 
 
 def _name_of(name: str) -> str:

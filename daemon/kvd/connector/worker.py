@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvd.connector.direct import Direct
 from kvd.connector.fingerprint import salted
 from kvd.connector.link import Down, Link
 from kvd.connector.metrics import Counters
@@ -94,8 +95,12 @@ class Worker:
         load_threads: int = 2,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
+        direct: Direct | None = None,
+        direct_link: Link | None = None,
     ) -> None:
         self.counters = counters or Counters()
+        self._direct = direct
+        self._direct_link = direct_link
         self._namespaces = tuple(namespaces)
         self._mover = mover
         self._save_link = save_link
@@ -153,6 +158,8 @@ class Worker:
         known = self._save_link.call(lambda client: client.exists([move.key for move in moves], namespace=namespace))
         todo = [move for move, there in zip(moves, known, strict=True) if not there or move.key in save.anew]
         self.counters.add("save_known", len(moves) - len(todo))
+        if self._direct is not None and self._direct_link is not None and self._direct_link.up:
+            todo = self._direct.save(index, namespace, save, todo, self._direct_link)
         for window in self._windows(index, todo):
             self._save_link.call(functools.partial(self._write, index, namespace, save, window))
 
@@ -234,6 +241,8 @@ class Worker:
         for job in list(self._jobs.values()):
             job.cancelled = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._direct is not None:
+            self._direct.shutdown()
         self._save_link.close()
         self._load_link.close()
 
@@ -264,8 +273,10 @@ class Worker:
         for index, unsalted in enumerate(self._namespaces):
             namespace = salted(unsalted, job.load.salt)
             wanted = [(place, move) for place, move in enumerate(job.load.moves) if any(move.blocks[index])]
-            token = job.load.token or self._pin(index, namespace, [move for _, move in wanted])
+            token = job.load.token
             try:
+                wanted = self._fetch_past(job, index, namespace, wanted)
+                token = token or self._pin(index, namespace, [move for _, move in wanted])
                 self._fetch_group(job, index, namespace, wanted)
             except LoadFailed as failure:
                 failures.append(failure)
@@ -273,6 +284,21 @@ class Worker:
                 self._unpin(token, namespace)
         if failures:
             raise min(failures, key=lambda failure: failure.index)
+
+    def _fetch_past(self, job: Job, index: int, namespace: bytes, wanted: list[tuple[int, Move]]) -> list[tuple[int, Move]]:
+        """Load what lies in files past the daemon; what is left for the arena. Raises LoadFailed."""
+        direct, link = self._direct, self._direct_link
+        if direct is None or link is None or not wanted:
+            return wanted
+        moves = [move for _, move in wanted]
+        try:
+            loaded, lost = direct.load(index, namespace, moves, link, lambda: not job.cancelled and self._clock() <= job.deadline_s)
+        except (Down, KvdError) as error:
+            logger.debug("kvd: nothing past the daemon: %s", error)
+            return wanted
+        if lost:
+            raise LoadFailed("the lease was lost while reading", wanted[0][0])
+        return [one for place, one in enumerate(wanted) if place not in loaded]
 
     def _fetch_group(self, job: Job, index: int, namespace: bytes, wanted: Sequence[tuple[int, Move]]) -> None:
         places = {id(move): place for place, move in wanted}

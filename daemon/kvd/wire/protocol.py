@@ -235,7 +235,7 @@ class DirectAbort(Request, tag=42):
 
 
 class DirectHold(Request, tag=43):
-    """Where these values lie in files, which keep their bytes until DirectRelease, or for `lease_s`."""
+    """Where values that are not in the arena lie in files, which keep their bytes until DirectRelease, or for `lease_s`."""
 
     namespace: bytes
     keys: list[bytes]

@@ -117,6 +117,8 @@ def test_verify_lists_what_has_no_checksum(daemon: Daemon, client: Client) -> No
 
 def test_a_value_that_the_arena_stored_can_be_held_once_it_is_in_the_tier(client: Client) -> None:
     client.put(KEYS[0], value(0, SIZE), wait="tier")
+    assert client.direct_read([KEYS[0]]).extents == [None], "while it is in the arena, that is where to read it"
+    client.delete([KEYS[0]], arena_only=True)
     with client.direct_read([KEYS[0]]) as held:
         assert read(client, held.extents[0]) == value(0, SIZE)
         assert held.extents[0] is not None
@@ -186,6 +188,7 @@ time.sleep(60)
 @pytest.mark.parametrize("how", ["kill", "hangup"])
 def test_a_borrower_that_leaves_is_waited_for_until_its_process_is_gone(daemon: Daemon, client: Client, how: str) -> None:
     client.put(b"k" * 32, value(1, SIZE), wait="tier")
+    client.delete([b"k" * 32], arena_only=True)
     borrower = subprocess.Popen(
         [sys.executable, "-c", BORROWER, str(daemon.socket), how], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
