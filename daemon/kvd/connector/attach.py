@@ -137,7 +137,12 @@ def attach_worker(
     )
     namespaces = tuple(fingerprint.digest({**facts, **more}) for more in of_groups)
     identity = RankIdentity(
-        namespaces, facts, chunk, tuple(layout.block_bytes for layout in layouts), direct is not None, group_facts=of_groups
+        namespaces,
+        facts,
+        chunk,
+        tuple(layout.block_bytes for layout in layouts),
+        group_facts=of_groups,
+        direct=direct is not None,
     )
     # Of ranks that hold the same bytes only the first stores them.
     first = vllm_config.parallel_config.rank % replicas == 0

@@ -93,6 +93,6 @@ class RankIdentity:
     facts: dict[str, str] = field(default_factory=dict)
     chunk_tokens: int = 0
     group_bytes: tuple[int, ...] = ()
-    direct: bool = False
     problem: str = ""
     group_facts: tuple[dict[str, str], ...] = ()
+    direct: bool = False
