@@ -16,6 +16,8 @@ from kvd.store.identity import Identity
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter
 from kvd.tiers.adapters.dax import DaxAdapter, MapMedium
+from kvd.tiers.adapters.disk import DiskAdapter
+from kvd.tiers.adapters.disk.format import EXTENT_MAGIC, extent_bytes
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.mock import MockAdapter
@@ -134,6 +136,49 @@ class Resp(Subject):
 
     def remove(self, identity: Identity) -> None:
         assert self.server.ask("DEL", self.key(identity)) == b":1\r\n"
+
+
+class Disk(Subject):
+    """The region store. What it does within a limit is its own (eviction by region), and tested in tests/kvd/disk."""
+
+    capped = False
+    indexed = True
+    slack = True
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        return DiskAdapter("disk", self.folder / "disk", max_bytes, free_floor_bytes=0, housekeeping_s=0.0)
+
+    def _extent(self, identity: Identity) -> tuple[Path, int, int]:
+        """Region file, offset of the extent's header page, bytes behind it."""
+        for path in sorted((self.folder / "disk").glob("*.kvcache")):
+            with path.open("rb") as file:
+                for at in range(4096, path.stat().st_size, 4096):
+                    file.seek(at)
+                    page = file.read(128)
+                    if page[:8] == EXTENT_MAGIC and page[64:] == identity:
+                        return path, at, extent_bytes(int.from_bytes(page[48:56], "little")) - 4096
+        raise AssertionError("it is in no region")
+
+    def raw(self, identity: Identity) -> bytes:
+        path, at, _ = self._extent(identity)
+        with path.open("rb") as file:
+            file.seek(at)
+            page = file.read(4096)
+            return page[:128] + file.read(int.from_bytes(page[48:56], "little"))
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        path, at, size = self._extent(identity)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(body[:128].ljust(128, b"\0"))
+            file.seek(at + 4096)
+            file.write(body[128 : 128 + size].ljust(size, b"\0"))
+
+    def remove(self, identity: Identity) -> None:
+        path, at, _ = self._extent(identity)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(4096))
 
 
 class RawBlock(Subject):
@@ -359,6 +404,7 @@ class Shared:
 
 
 SUBJECTS: dict[str, type[Subject]] = {
+    "disk": Disk,
     "fs": Fs,
     "raw_block": RawBlock,
     "dax": Dax,
