@@ -1,0 +1,305 @@
+"""What tiers of objects in a bucket have in common (`s3`, `hfbucket`): what is there, how much of it, and what must go.
+
+There is no index of what is where: what other daemons store and delete counts at once, and a look-up reads the envelope.
+
+With a capacity the tier keeps a ledger of what it holds, from a listing when it is opened (oldest first) and of what it has
+stored and loaded since; so usage is right from the start and the least recently used goes when room is needed. What other
+daemons store meanwhile is not in it until the next start: give each a prefix of its own, or let one of them evict. Without a
+limit only bytes and objects are counted, from the same listing, in the background.
+
+A service that is away, at start too, is an adapter that fails: its breaker opens, and it is asked again later.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
+from kvd.store.retention import Retention, expired
+from kvd.tiers.adapters import envelope
+from kvd.tiers.adapters.base import Adapter, AdapterError, Capabilities, Durability, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.kind import Eviction
+from kvd.tiers.adapters.ledger import Entry, Ledger
+
+log = logging.getLogger("kvd.tiers")
+
+FOLDER = "v1/"
+"""The format's version is part of every name: another version's objects are not even seen."""
+OPEN_S = 2.0
+BLOCK = 1000
+"""Objects that one request may name."""
+
+
+class ObjectAdapter(Adapter):
+    """Objects in a bucket; see the module. Hooks answer one result a question; an exception as a result is that question's."""
+
+    capabilities = Capabilities(evict=True, enumerate=True, durable=True)
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        where: str,
+        prefix: str = "",
+        threads: int = 16,
+        max_bytes: int = 0,
+        max_value_bytes: int = 1 << 30,
+        eviction: Eviction | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        super().__init__(name)
+        self.where = where
+        self._root = prefix + FOLDER
+        self._max_bytes = max_bytes
+        self._max_value = max_value_bytes
+        self.eviction = eviction or Eviction()
+        self._clock_ns = clock_ns
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"kvd-{name}")
+        self._lock = threading.Lock()
+        self._room = threading.Lock()  # one thread lists or makes room
+        self._ledger = Ledger()
+        self._usage = Usage(0, max_bytes, 0)
+        self._listed = False
+        self._closing = False
+
+    # ---- what a service does -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _objects(self) -> Iterator[tuple[float, int, Identity]]:
+        """When it was stored, how long it is, whose it is: every object of ours. Raises AdapterError."""
+
+    @abstractmethod
+    def _puts(self, items: Sequence[Item]) -> Sequence[Exception | None]:
+        """Put each object in the place of what is there."""
+
+    @abstractmethod
+    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | None]:
+        """The envelope of each object that is as long as it says; None where there is none."""
+
+    @abstractmethod
+    def _gets(self, wants: Sequence[Want]) -> Sequence[Loaded | Exception]:
+        """Fill each buffer."""
+
+    @abstractmethod
+    def _lengths(self, identities: Sequence[Identity]) -> Sequence[int | Exception | None]:
+        """How long each object is, whatever it is; None where there is none."""
+
+    @abstractmethod
+    def _unlink(self, identities: Sequence[Identity]) -> None:
+        """Delete objects, there or not. Raises AdapterError."""
+
+    def open(self) -> None:
+        """Start listing what is there, and wait a moment for it: a small bucket is counted from the start.
+
+        A server that is away is no error: what is there is listed later.
+        """
+        with contextlib.suppress(TimeoutError):
+            self._threads.submit(self._list_quietly).result(OPEN_S)
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        self._closing = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _failed(self, what: str, error: Exception) -> AdapterError:
+        return AdapterError(f"{self.name}: cannot {what} at {self.where}: {one_line(error)}")
+
+    def _name(self, identity: Identity) -> str:
+        return f"{self._root}{identity[:NAMESPACE_BYTES].hex()}/{identity[NAMESPACE_BYTES:].hex()}"
+
+    def _identity(self, name: str) -> Identity | None:
+        """The identity in an object's name; None where it is none of ours."""
+        try:
+            identity = bytes.fromhex(name.removeprefix(self._root).replace("/", ""))
+        except ValueError:
+            return None
+        return identity if len(identity) == IDENTITY_BYTES and self._name(identity) == name else None
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
+
+    def _list_quietly(self) -> None:
+        try:
+            self._list()
+        except AdapterError as error:
+            log.warning("%s; serving without it until it answers", error.message)
+
+    def _list(self) -> None:
+        """Count what is there, oldest first into the ledger, once. Raises AdapterError."""
+        with self._room:
+            if self._listed:
+                return
+            rows = sorted(self._objects())
+            with self._lock:
+                for _, length, identity in rows:
+                    if self._max_bytes:
+                        if self._ledger.get(identity, 0) is None:  # stored while we listed: known better already
+                            hit = Hit(max(0, length - envelope.SIZE), Retention.LONG)
+                            self._ledger.add(identity, Entry(0, length, hit))
+                    else:
+                        self._usage.bytes_used += length
+                        self._usage.entries += 1
+            self._listed = True
+
+    def _note_stored(self, item: Item, total: int) -> None:
+        with self._lock:
+            if self._max_bytes:
+                self._ledger.add(item.identity, Entry(0, total, Hit(len(item.data), item.retention, item.expires_ns, item.note)))
+            else:  # what it replaced is not known without asking: counted anew at the next start
+                self._usage.bytes_used += total
+                self._usage.entries += 1
+
+    def _note_gone(self, identity: Identity, total: int) -> None:
+        with self._lock:
+            if self._max_bytes:
+                self._ledger.remove(identity)
+            else:
+                self._usage.bytes_used = max(0, self._usage.bytes_used - total)
+                self._usage.entries = max(0, self._usage.entries - 1)
+
+    def usage(self) -> Usage:
+        with self._lock:
+            if self._max_bytes:
+                return Usage(self._ledger.used, self._max_bytes, len(self._ledger))
+            return Usage(**vars(self._usage))
+
+    def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        block: list[Identity] = []
+        for _, _, identity in self._objects():
+            block.append(identity)
+            if len(block) == BLOCK:
+                yield from self._found(block)
+                block = []
+        yield from self._found(block)
+
+    def _found(self, identities: list[Identity]) -> Iterator[tuple[Identity, Hit]]:
+        for identity, hit in zip(identities, self.lookup(identities), strict=True):
+            if hit is not None:
+                yield identity, hit
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def store(self, items: Sequence[Item]) -> list[Stored]:
+        results = [self._refusal(item) for item in items]
+        todo = [i for i, refused in enumerate(results) if refused is None]
+        if self._max_bytes and todo:
+            if not self._listed:
+                self._list()
+            for i in list(todo):
+                if not self._make_room(items[i]):
+                    results[i] = Stored(False, "full")
+                    todo.remove(i)
+        answers = self._puts([items[i] for i in todo]) if todo else []
+        failure: Exception | None = None
+        for i, answer in zip(todo, answers, strict=True):
+            if isinstance(answer, Exception):
+                self.counters.io_errors += 1
+                failure = answer
+                if self._max_bytes:
+                    self._note_gone(items[i].identity, 0)
+                results[i] = Stored(False, "io_error")
+            else:
+                results[i] = Stored(True, "", Durability.FSYNC)
+                if not self._max_bytes:
+                    self._note_stored(items[i], envelope.SIZE + len(items[i].data))
+        made = [result or Stored(False, "io_error") for result in results]
+        self.counters.count_stores(items, made)
+        if failure is not None and not any(result.ok for result in made):
+            raise self._failed("store", failure)
+        return made
+
+    def _refusal(self, item: Item) -> Stored | None:
+        if expired(item.expires_ns, self._clock_ns()):
+            return Stored(False, "expired")
+        total = envelope.SIZE + len(item.data)
+        if len(item.data) > self._max_value or (self._max_bytes and total > self._max_bytes):
+            return Stored(False, "too_large")
+        return None
+
+    def _make_room(self, item: Item) -> bool:
+        """Evict what must go for this value, and note it as held: several threads make room at once."""
+        total = envelope.SIZE + len(item.data)
+        with self._room:
+            now = self._clock_ns()
+            victims: list[Identity] = []
+            with self._lock:
+                before = self._ledger.remove(item.identity)
+                left = self.eviction.excess(self._ledger.used, total, self._max_bytes)
+                while left > 0 and (victim := self._ledger.victim(now)) is not None:
+                    entry = self._ledger.remove(victim)
+                    assert entry is not None
+                    left -= entry.size
+                    victims.append(victim)
+                fits = self._ledger.used + total <= self._max_bytes
+            if victims:
+                self._unlink(victims)
+                self.counters.evictions += len(victims)
+                self.evicted(victims)
+            if fits:
+                self._note_stored(item, total)
+            elif before is not None:
+                self._unlink([item.identity])
+            return fits
+
+    def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        now = self._clock_ns()
+        found: list[Hit | None] = []
+        failure: Exception | None = None
+        for answer in self._heads(identities) if identities else ():
+            if isinstance(answer, Exception):
+                failure, answer = answer, None
+            found.append(answer.hit if answer is not None and not expired(answer.expires_ns, now) else None)
+        if failure is not None:
+            self.counters.io_errors += 1
+            if not any(found):
+                raise self._failed("look up", failure)
+        return found
+
+    def load(self, wants: Sequence[Want]) -> list[Loaded]:
+        answers = self._gets(wants) if wants else []
+        results: list[Loaded] = []
+        failure: Exception | None = None
+        for want, answer in zip(wants, answers, strict=True):
+            if isinstance(answer, Exception):
+                failure, answer = answer, Loaded.ERROR
+            if answer is Loaded.MISS:
+                self._note_gone(want.identity, 0)
+            elif answer is Loaded.OK:
+                with self._lock:
+                    self._ledger.touch(want.identity)
+            results.append(answer)
+        self.counters.count_loads(wants, results)
+        damaged = [want.identity for want, result in zip(wants, results, strict=True) if result is Loaded.CORRUPT]
+        if damaged:
+            self.delete(damaged)
+        if failure is not None and all(result is Loaded.ERROR for result in results):
+            raise self._failed("load", failure)
+        return results
+
+    def delete(self, identities: Sequence[Identity]) -> int:
+        held: list[tuple[Identity, int]] = []
+        for identity, answer in zip(identities, self._lengths(identities) if identities else (), strict=True):
+            if isinstance(answer, Exception):
+                self.counters.io_errors += 1
+                raise self._failed("delete", answer)
+            if answer is not None:
+                held.append((identity, answer))
+        self._unlink([identity for identity, _ in held])
+        for identity, length in held:
+            self._note_gone(identity, length)
+        return len(held)
+
+    def flush(self) -> Durability:
+        """What the service has answered is there."""
+        return Durability.FSYNC
+
+    def describe(self) -> dict[str, object]:
+        return {"bucket": self.where, "root": self._root}
+
+
+def one_line(error: Exception) -> str:
+    """Errors of these libraries go on for a page; the first line says it."""
+    line = " ".join(str(error).split("\n\n", maxsplit=1)[0].split()) or type(error).__name__
+    return line if len(line) <= 300 else line[:297] + "..."
