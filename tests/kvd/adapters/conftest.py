@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.fake_hub import FakeHub
 from tests.support.servers import LmcacheServer, MooncakePool, MotoServer, RedisServer, Server
 
 # Mooncake's client reads its deadlines when it is loaded, once a process: the tests' are shorter than the adapter's own.
@@ -24,7 +25,13 @@ for name, value in {
 @pytest.fixture(scope="session", autouse=True)
 def servers() -> Iterator[dict[str, Server]]:
     """Real servers by name, perhaps still starting: `.wait()` before use."""
-    made: dict[str, Server] = {"redis": RedisServer(), "s3": MotoServer(), "mooncake": MooncakePool(), "lmcache": LmcacheServer()}
+    made: dict[str, Server] = {
+        "redis": RedisServer(),
+        "s3": MotoServer(),
+        "mooncake": MooncakePool(),
+        "lmcache": LmcacheServer(),
+        "hub": FakeHub(),
+    }
     try:
         for server in made.values():
             server.start()

@@ -26,6 +26,7 @@ from kvd.tiers.adapters.nixl import Transfers
 from kvd.tiers.adapters.nixl_dynamic import NixlDynamicAdapter
 from kvd.tiers.adapters.nixl_store import NixlStoreAdapter
 from kvd.tiers.adapters.raw_block import FileMedium, RawBlockAdapter
+from tests.support.fake_hub import TOKEN
 
 
 class Subject(ABC):
@@ -323,6 +324,45 @@ class S3(Subject):
         self.server.request("DELETE", self._url(identity))
 
 
+class HfBucket(Subject):
+    """A bucket of its own on a Hub of the tests. Its limit has a test in test_hfbucket: each store is a commit."""
+
+    shared = True
+    capped = False
+    needs = "hub"
+
+    def __init__(self, folder: Path, server: Any = None) -> None:
+        super().__init__(folder, server)
+        self.bucket = f"tests/{secrets.token_hex(8)}"
+        server.buckets[self.bucket] = {}
+
+    def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> Adapter:
+        rule = eviction or Eviction()
+        policy = {"eviction_policy": rule.policy, "trigger_watermark": rule.watermark, "eviction_ratio": rule.ratio}
+        spec = {
+            "type": "hfbucket",
+            "bucket_handle": f"hf://buckets/{self.bucket}/some/where",
+            "endpoint": self.server.url,
+            "token": TOKEN,
+            "max_capacity_gb": max_bytes / (1 << 30),
+        }
+        (adapter,) = registry.build([spec | ({"eviction": policy} if eviction else {})])
+        return adapter
+
+    @staticmethod
+    def path(identity: Identity) -> str:
+        return f"some/where/v1/{identity[:32].hex()}/{identity[32:].hex()}"
+
+    def raw(self, identity: Identity) -> bytes:
+        return bytes(self.server.read(self.bucket, self.path(identity)))
+
+    def set_raw(self, identity: Identity, body: bytes) -> None:
+        self.server.api().batch_bucket_files(self.bucket, add=[(body, self.path(identity))])
+
+    def remove(self, identity: Identity) -> None:
+        del self.server.buckets[self.bucket][self.path(identity)]
+
+
 class Lmcache(Subject):
     """A prefix of its own, as long as may be, on an LMCache server: nothing there can be cleared."""
 
@@ -411,6 +451,7 @@ SUBJECTS: dict[str, type[Subject]] = {
     "s3": S3,
     "resp": Resp,
     "lmcache": Lmcache,
+    "hfbucket": HfBucket,
     "mooncake_store": Mooncake,
     "nixl_store": NixlStore,
     "nixl_store_dynamic": NixlDynamic,

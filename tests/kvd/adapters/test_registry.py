@@ -208,6 +208,7 @@ def test_a_long_backend_is_the_tier_of_that_name(tmp_path: Path) -> None:
     [
         ("nixl", {"type": "nixl_store", "backend": "POSIX", "backend_params": {"file_path": "/x"}, "pool_size": 4}, "nixl"),
         ("mooncake", {"type": "mooncake_store", "master_server_address": "h:1", "local_hostname": "h"}, "mooncake"),
+        ("huggingface_hub", {"type": "hfbucket", "bucket_handle": "hf://buckets/a/b"}, "hf"),
         ("redis", {"type": "resp", "host": "h"}, "redis"),
         ("obstore", {"type": "s3", "bucket": "b"}, "s3"),
     ],

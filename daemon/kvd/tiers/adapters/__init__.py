@@ -13,10 +13,12 @@ lmcache       an LMCache server
 nixl_store    a pool of files, through NIXL
 nixl_dynamic  one file an object, through NIXL
 s3            any S3
+hfbucket      Hugging Face buckets
 mooncake      the memory of many hosts as one pool
 mock          a tier of given speed and reliability, for tests
 fault_inject  another adapter, made to fail
 envelope      identity, checksum and properties around a value, for stores that know none of them
+objects       what tiers of objects in a bucket have in common
 nixl          how NIXL moves bytes between memory and files
 ledger        what a store holds and how much of it, for those that do not count themselves
 slots         fixed places of one size, and what is in them

@@ -241,6 +241,7 @@ TYPES: dict[str, str] = {
     "nixl_store": "kvd.tiers.adapters.nixl_store",
     "nixl_store_dynamic": "kvd.tiers.adapters.nixl_dynamic",
     "s3": "kvd.tiers.adapters.s3",
+    "hfbucket": "kvd.tiers.adapters.hfbucket",
     "mooncake_store": "kvd.tiers.adapters.mooncake",
     "resp": "kvd.tiers.adapters.resp",
     "lmcache": "kvd.tiers.adapters.lmcache",
