@@ -66,7 +66,8 @@ class RequestError(KvError):
 
     def body(self) -> dict[str, object]:
         """OpenAI's error object, which its clients turn into their own exceptions."""
-        text = f"{self.message}. {self.hint[:1].upper()}{self.hint[1:]}." if self.hint else self.message
+        hint = f"{self.hint[:1].upper()}{self.hint[1:]}".rstrip(".")
+        text = f"{self.message}. {hint}{'' if hint.endswith('?') else '.'}" if hint else self.message
         return {"error": {"message": text, "type": self.kind, "param": self.param, "code": self.code}}
 
 

@@ -38,9 +38,17 @@ def run_serve(
     logging.basicConfig(level=_LEVELS[log_level], format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # Its start and stop are told here, in our words.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, _LEVELS[log_level]))
-    # What breaks off in the middle of an answer is logged by the proxy with its reason; uvicorn would add an error without one.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in record.getMessage())
+    logging.getLogger("uvicorn.error").addFilter(_worth_saying)
     _run(config, allow_open)
+
+
+NOISE = ("without completing response", "Unsupported upgrade request", "No supported WebSocket library", "Invalid HTTP request")
+"""What uvicorn would say and we do not: what breaks off in mid-answer is logged by the proxy with its reason, nothing here speaks
+WebSocket, and a client that sends garbage gets a 400 and must not fill the log."""
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(NOISE) and NOISE[0] not in record.getMessage()
 
 
 def _run(config: GateConfig, allow_open: bool) -> None:

@@ -71,6 +71,9 @@ class Gate:
 
     def reload(self) -> Reloaded:
         """Read the configuration again. Raises ConfigError and changes nothing when it cannot be meant."""
+        if self.config.path.exists() and not self.config.path.is_file():
+            # A pipe gave what it had at the start: reading it again would wait for ever, and with it every request.
+            raise ConfigError(f"{self.config.path} is no regular file and cannot be read again", hint="restart the gate")
         config = configuration.load(self.config.path)
         if config.api_keys is None and not self._may_be_open:
             raise ConfigError("router.api_keys is gone, and other machines reach this gate", hint="restart it with --allow-open")

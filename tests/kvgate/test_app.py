@@ -3,7 +3,9 @@
 import hashlib
 import http.server
 import json
+import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
@@ -200,6 +202,34 @@ def _ignore(url: str, body: bytes) -> None:
         urllib.request.urlopen(url + "/v1/completions", data=body).close()
     except OSError:
         pass
+
+
+def test_a_pipe_as_configuration_is_read_once_and_a_reload_does_not_wait_for_it(tmp_path: Path) -> None:
+    text = write(tmp_path, instances=[instance("one", tmp_path)]).read_text()
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    process = GateProcess(pipe)
+    try:
+        writer.join(10)
+        process.process.send_signal(signal.SIGHUP)
+        process.until(lambda: "not reloaded" in "".join(process.log))
+        assert "is no regular file and cannot be read again restart the gate" in "".join(process.log)
+        assert process.ask("/healthz")[0] == 200
+    finally:
+        process.stop()
+
+
+def test_garbage_is_answered_and_does_not_fill_the_log(running: GateProcess) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    upgrade = b"GET /models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    for data in (b"\x16\x03\x01\x02\x00" * 20, b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", upgrade):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(data)
+            assert sock.recv(100).startswith(b"HTTP/1.1 ")
+    assert running.ask("/healthz")[0] == 200
+    assert "uvicorn" not in "".join(running.log)
 
 
 def test_port_taken_and_bad_file_are_one_line(tmp_path: Path, running: GateProcess) -> None:
