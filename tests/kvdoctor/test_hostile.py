@@ -10,15 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvdoctor import api
+from kvdoctor.capture import Recording, write_capture
 from kvdoctor.collect.source import Source, open_regular
 from kvdoctor.fix import script
+from kvdoctor.report import lines
 from kvtools.errors import TimedOut, UsageError
 from tests.support.processes import Ran
 
@@ -188,3 +192,66 @@ def test_names_in_a_printed_script_are_words_of_the_shell(laid_out: LaidOut, tmp
     lines = list(script(api.judge(facts)))
     assert "reboot'" not in "".join(line for line in lines if not line.startswith("#"))
     assert any(line.startswith("# umount '/mnt/a\\nreboot'") for line in lines)
+
+
+STRANGE = (
+    *(None, [], {}, "", "x" * 300, "\u00b2", 1e308, -1, 10**400, -(10**30), True, False, 0, 1.5),
+    *([[]], [None], {"a": None}, "\x1b[2J\n", "/../.."),
+)
+
+
+def nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every value in a JSON tree."""
+    yield path
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for name, item in items:
+        yield from nodes(item, (*path, name))
+
+
+def with_value(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = json.loads(json.dumps(tree))
+    here = changed
+    for name in path[:-1]:
+        here = here[name]
+    here[path[-1]] = value
+    return changed
+
+
+@pytest.fixture(scope="module")
+def this_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A capture of this machine with an engine, a daemon and segments in it: every kind of JSON file a capture has."""
+    folder = tmp_path_factory.mktemp("capture") / "host"
+    recording = Recording()
+    facts = api.collect_host(paths=[str(folder.parent)], run_tools=False, recorder=recording)
+    recording.value("processes", {
+        "engines": [{"pid": 7, "args": ["vllm", "serve"], "environ": {"PYTHONHASHSEED": "0"}, "cgroup": ""}],
+        "daemons": [{"pid": 8, "args": ["kvd", "serve", "--long-path", "/kv", "--max-bytes", "1G"], "environ": {}, "cgroup": "/a"}],
+    })  # fmt: skip
+    values = {"daemon_up": 1.0, "loads_total": 3, "tier_breaker_open{tier=disk}": 0}
+    recording.value(
+        "segments", [{"name": "kvtools.connector.7-0", "kind": "connector", "health": "ok", "age_s": 0.1, "values": values}]
+    )
+    write_capture(recording, facts, folder, redact=True)
+    return folder
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_json_of_a_capture_may_hold_anything_anywhere(this_host: Path, data: st.DataObject) -> None:
+    files = [*sorted(this_host.glob("cmd/*.json")), this_host / "case.json"]
+    file = data.draw(st.sampled_from(files))
+    text = file.read_text()
+    tree = json.loads(text)
+    place = data.draw(st.sampled_from(list(nodes(tree))))
+    file.write_text(json.dumps(with_value(tree, place, data.draw(st.sampled_from(STRANGE)))))
+    try:
+        report = api.judge(api.collect_capture(this_host))
+    except UsageError:
+        assert file.name == "case.json", "a case that is no object is refused by name"
+    else:
+        json.dumps(report.to_json(), allow_nan=False)
+        assert all("\x1b" not in line for line in lines(report, verbose=True))
+    finally:
+        file.write_text(text)

@@ -1,6 +1,7 @@
 """One snapshot of a real folder of shared memory, and what each source that vanishes, hangs or lies costs: itself only."""
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -8,14 +9,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from kvtools.segments import owner, pool
 from kvtools.segments.stats import Metric, StatsWriter
+from kvtop.model import Model
 from kvtop.procs import Processes
 from kvtop.snapshot import Gpu, Snapshot
 from kvtop.source import SILENT_AFTER_S, Source
+from kvtop.views import VIEWS
+from kvtop.views.base import pane_lines
+from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB, MIB
 from tests.support.processes import wait_until
 
@@ -181,6 +187,23 @@ def test_read_only_permission_is_enough(tmp_path: Path, writer: StatsWriter) -> 
     assert len(snapshot.segments) == len(snapshot.stats) == 1
     assert opened
     assert not any(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flags in opened)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_no_number_is_shown_as_none(tmp_path: Path, writer: StatsWriter, value: float) -> None:
+    """A writer's 0/0 is not this screen's crash: every view draws, and the JSON stays JSON."""
+    writer.set(writer.index("load"), value)
+    writer.heartbeat()
+    snapshots = [scenes.change(_read(tmp_path), mono_s=float(tick)) for tick in range(3)]
+    assert snapshots[0].stats[0].values[1] == 0.0
+    model = Model()
+    for snapshot in snapshots:
+        model.take(snapshot)
+    for view in VIEWS.values():
+        view.above(model, 100, 20)
+        for row in view.rows(model):
+            pane_lines(view, model, row, 100, 20)
+    json.dumps(msgspec.to_builtins(snapshots[0]), allow_nan=False)
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------

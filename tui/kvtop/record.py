@@ -11,6 +11,7 @@ record loses the rest of its stream, and `Recording.damaged` counts such places.
 caller stops recording and says so. Concurrency: a Writer and a Recording belong to one thread each.
 """
 
+import math
 import os
 import struct
 import zlib
@@ -25,7 +26,7 @@ import msgspec
 from kvtools.errors import KvError, NotFound, Refused, UsageError
 from kvtools.segments.files import flock
 from kvtools.units import format_size
-from kvtop.snapshot import Snapshot
+from kvtop.snapshot import Snapshot, finite
 
 # On disk: do not change.
 MAGIC = b"KVTREC\r\n"
@@ -286,7 +287,7 @@ class Recording:
         try:
             for place in range(begin, index + 1):
                 self._step(place)
-            return msgspec.convert(rebuild(self._tree, iter(self._leaves)), Snapshot, strict=False)
+            return _finite(msgspec.convert(rebuild(self._tree, iter(self._leaves)), Snapshot, strict=False))
         except _BROKEN as error:
             self._state = -1
             raise UsageError(
@@ -310,6 +311,14 @@ class Recording:
         else:
             apply(self._leaves, self._unpack.decode(self._inflate.decompress(payload, _MAX_PAYLOAD)))
         self._state = place
+
+
+def _finite(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with 0 for values that are no number: such a recording was made by something else, and is shown all the same."""
+    if all(math.isfinite(value) for stats in snapshot.stats for value in stats.values):
+        return snapshot
+    stats = tuple(msgspec.structs.replace(one, values=finite(one.values)) for one in snapshot.stats)
+    return msgspec.structs.replace(snapshot, stats=stats)
 
 
 def _records(fd: int) -> Iterator[tuple[int, int, float, bool]]:

@@ -9,6 +9,9 @@ ones are skipped, so any version reads any other's recording (kvtop/record.py; t
 Bytes are integers, times are unix seconds (`_s`).
 """
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 
 LIVE, DEAD, UNKNOWN = "live", "stale", "unknown"
@@ -172,3 +175,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...] = ()
     took_s: float = 0.0
     """How long reading it took."""
+
+
+def finite(values: Sequence[float]) -> tuple[float, ...]:
+    """`values` with 0 for what is no number: a writer's 0/0 must not reach arithmetic, or JSON, which has no NaN."""
+    if all(map(math.isfinite, values)):
+        return tuple(values)
+    return tuple(value if math.isfinite(value) else 0.0 for value in values)

@@ -39,6 +39,7 @@ from kvtop.snapshot import (
     Series,
     Snapshot,
     Stats,
+    finite,
 )
 
 SILENT_AFTER_S = 3.0
@@ -167,7 +168,7 @@ class Source:
             kind=reading.kind,
             instance=reading.instance,
             schema=known[1],
-            values=tuple(reading.values),
+            values=finite(reading.values),
             pid=reading.pid,
             created_s=reading.created_ns / 1e9,
             heartbeat_s=heartbeat_s,

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Engine, Engines, Scripts
+from kvdoctor.parse import shape
 
 ENVIRON = re.compile(
     r"^(PYTHONHASHSEED|HIPFILE_\w+|INFERA_KVD_\w+|KVD_\w+|KVTOOLS_\w+|KVCACHED_\w+|CUFILE_\w+|LMCACHE_\w+|VLLM_\w+|ROCM_PATH|VIRTUAL_ENV"
@@ -80,18 +81,17 @@ def _shown(args: list[str], index: int) -> str:
 def collect_engines(source: Source, scanned: dict[str, Any]) -> Engines:
     """Engines from a scan, the installed vLLM, and the lines of a captured engine.log that matter."""
     found = Engines()
-    for item in scanned.get("engines", []):
-        if isinstance(item, dict):
-            args = [str(word) for word in item.get("args") or []]
-            environ = item.get("environ")
-            found.processes.append(
-                Engine(
-                    pid=int(item.get("pid") or 0),
-                    name=next((word for word in args if word.endswith("vllm") or "vllm" in word), args[0] if args else "engine"),
-                    args=args,
-                    environ={str(k): str(v) for k, v in environ.items()} if isinstance(environ, dict) else None,
-                )
+    for item in shape.objects(scanned.get("engines")):
+        args = shape.texts(item.get("args"))
+        environ = item.get("environ")
+        found.processes.append(
+            Engine(
+                pid=shape.whole(item.get("pid")) or 0,
+                name=next((word for word in args if word.endswith("vllm") or "vllm" in word), args[0] if args else "engine"),
+                args=args,
+                environ={name: str(value) for name, value in shape.mapping(environ).items()} if isinstance(environ, dict) else None,
             )
+        )
     _installed(source, found)
     _log(source, found)
     return found
@@ -162,10 +162,8 @@ class Daemon:
 def daemons(scanned: dict[str, Any]) -> list[Daemon]:
     """The running daemons of a scan."""
     found = []
-    for item in scanned.get("daemons") or []:
-        if not isinstance(item, dict):
-            continue
-        args = [str(word) for word in item.get("args") or []]
+    for item in shape.objects(scanned.get("daemons")):
+        args = shape.texts(item.get("args"))
         daemon = Daemon(group=str(item.get("cgroup") or ""))
         for i, word in enumerate(args):
             name, equals, value = word.partition("=")
@@ -216,7 +214,5 @@ def scan_scripts() -> dict[str, list[str]]:
 
 
 def collect_scripts(source: Source) -> list[Scripts]:
-    answer = source.value("scripts", scan_scripts)
-    if not isinstance(answer, dict):
-        return []
-    return [Scripts(name=str(name), owners=[str(owner) for owner in owners]) for name, owners in sorted(answer.items())]
+    answer = shape.mapping(source.value("scripts", scan_scripts))
+    return [Scripts(name=name, owners=shape.texts(owners)) for name, owners in sorted(answer.items())]

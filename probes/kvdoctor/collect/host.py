@@ -12,6 +12,7 @@ from typing import Any
 from kvdoctor.collect import driver, engines, environment, gpu, kernel, limits, nvidia, rocm, segments, storage
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Facts
+from kvdoctor.parse import shape
 from kvdoctor.parse.aischeck import parse_ais_check
 from kvdoctor.parse.mounts import parse_mdstat
 from kvtools.errors import UsageError
@@ -99,9 +100,9 @@ def choose_paths(
     """(path, where it comes from): --path, a capture's kv_path, KVD_LONG_PATH, hipFile's roots, a running kvd, or here."""
     if given:
         return [(_absolute(path), "--path") for path in dict.fromkeys(given)]
-    recorded = case.get("kv_paths") or ([case["kv_path"]] if case.get("kv_path") else [])
+    recorded = shape.texts(case.get("kv_paths")) or ([str(case["kv_path"])] if case.get("kv_path") else [])
     if recorded:
-        return [(str(path), "the capture") for path in recorded]
+        return [(path, "the capture") for path in recorded]
     if text := env.get("KVD_LONG_PATH"):
         return [(path, "KVD_LONG_PATH") for path in text.split(":") if path]
     if roots := parse_roots(env.get("INFERA_KVD_HIPFILE_ROOTS", "")):
@@ -132,13 +133,11 @@ def parse_roots(text: str) -> list[str]:
 def _environ(source: Source, case: dict[str, Any]) -> dict[str, str]:
     if source.live:
         return engines.filtered_environ(dict(os.environ))
-    env = case.get("env")
-    return {str(name): str(value) for name, value in env.items()} if isinstance(env, dict) else {}
+    return {name: str(value) for name, value in shape.mapping(case.get("env")).items()}
 
 
 def _scan(source: Source) -> dict[str, Any]:
-    answer = source.value("processes", engines.scan_processes)
-    return answer if isinstance(answer, dict) else {}
+    return shape.mapping(source.value("processes", engines.scan_processes))
 
 
 def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:
@@ -179,10 +178,9 @@ def _library(source: Source, facts: Facts, vendor: str) -> None:
             answer = json.loads(line)
         except ValueError:
             continue
-    rows = answer.get("gpus") if isinstance(answer, dict) else None
-    for row in rows if isinstance(rows, list) else []:
+    for row in shape.objects(shape.mapping(answer).get("gpus")):
         for card in facts.gpus:
-            if isinstance(row, dict) and row.get("bdf") == card.bdf:
+            if row.get("bdf") == card.bdf:
                 card.name, card.virtualization = str(row.get("name", "")), str(row.get("virtualization", ""))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Limits
+from kvdoctor.parse import shape
 from kvdoctor.parse.mounts import mount_of, mount_size, parse_df_shm, parse_mountinfo
 
 SHM = "/dev/shm"  # noqa: S108 - the folder that is judged
@@ -16,10 +17,9 @@ def collect_limits(source: Source, *, capabilities: list[str], daemon_group: str
     """Limits of this process, or of a capture's. `daemon_group` is a running kvd's control group, '' for our own."""
     found = Limits(cap_ipc_lock="IPC_LOCK" in capabilities, arena=arena)
     _shm(source, found)
-    limits = source.value("ulimit", _rlimits)
-    if isinstance(limits, dict):
-        found.memlock = _soft(limits.get("memlock"))
-        found.nofile = _soft(limits.get("nofile"))
+    limits = shape.mapping(source.value("ulimit", _rlimits))
+    found.memlock = _soft(limits.get("memlock"))
+    found.nofile = _soft(limits.get("nofile"))
     _memory(source, found, daemon_group)
     return found
 
@@ -46,8 +46,9 @@ def _shm(source: Source, found: Limits) -> None:
         return {"total": space.f_blocks * space.f_frsize, "free": space.f_bavail * space.f_frsize}
 
     answer = source.value("shm", ask)
-    if isinstance(answer, dict) and isinstance(answer.get("total"), int):
-        found.shm, found.shm_free, found.shm_source = answer["total"], answer.get("free"), f"statvfs {SHM}"
+    told = shape.mapping(answer)
+    if (total := shape.whole(told.get("total"))) is not None:
+        found.shm, found.shm_free, found.shm_source = total, shape.whole(told.get("free")), f"statvfs {SHM}"
         return
     # A hand-made capture may hold several answers; the smallest is the one that can hurt.
     known: list[tuple[int, str]] = []

@@ -3,12 +3,14 @@
 Heartbeats are turned into ages here, so that rules need no clock and a capture stays true.
 """
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import SegmentFact
+from kvdoctor.parse import shape
 
 SHM = "/dev/shm"  # noqa: S108 - the folder that is read
 KEPT = (
@@ -42,7 +44,7 @@ def scan(root: Path, now_ns: int) -> list[dict[str, Any]]:
         values = {
             metric.name + "".join(f"{{{name}={label}}}" for name, label in sorted(metric.labels.items())): value
             for metric, value in zip(reading.schema, reading.values, strict=True)
-            if metric.name in KEPT
+            if metric.name in KEPT and math.isfinite(value)
         }
         health = "stale" if item.state == "stale" else "frozen" if age > FROZEN_S else "ok"
         rows.append(
@@ -71,21 +73,16 @@ def collect_segments(source: Source) -> list[SegmentFact]:
     """Segments of this host, or of a capture."""
     answer = source.value("segments", lambda: scan(Path(source.host_path(SHM)), time.time_ns()))
     found = []
-    for row in answer if isinstance(answer, list) else []:
-        if isinstance(row, dict):
-            values = row.get("values")
-            numbers = (
-                {str(k): float(v) for k, v in values.items() if isinstance(v, int | float)} if isinstance(values, dict) else {}
+    for row in shape.objects(answer):
+        values = shape.mapping(row.get("values"))
+        found.append(
+            SegmentFact(
+                name=str(row.get("name", "")),
+                kind=str(row.get("kind", "")),
+                health=str(row.get("health", "")),
+                detail=str(row.get("detail", "")),
+                age_s=shape.number(row.get("age_s")),
+                values={name: number for name, value in values.items() if (number := shape.number(value)) is not None},
             )
-            age = row.get("age_s")
-            found.append(
-                SegmentFact(
-                    name=str(row.get("name", "")),
-                    kind=str(row.get("kind", "")),
-                    health=str(row.get("health", "")),
-                    detail=str(row.get("detail", "")),
-                    age_s=float(age) if isinstance(age, int | float) else None,
-                    values=numbers,
-                )
-            )
+        )
     return found

@@ -37,6 +37,8 @@ MAX_LINKS = 40
 MAX_LINE = 1 << 16
 MAX_NAMES = 100_000
 """Entries of one folder that are looked at; the kernel's own have far fewer."""
+ASK_S = 4.0
+"""How long a system call of ours may take: reading the arguments of a process stuck in a driver may never return."""
 RESOLVE_S = 2.0
 """How long following the links of one KV path may take: a dead network mount never answers."""
 NOWHERE = "/.no-such-file"
@@ -61,7 +63,8 @@ class Recorder(Protocol):
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, ENOTSUP for anything else that is there, without having opened it."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-        raise OSError(errno.EISDIR if Path(path).is_dir() else errno.ENOTSUP, "not a regular file", str(path))
+        folder = os.path.isdir(path)  # noqa: PTH112
+        raise OSError(errno.EISDIR if folder else errno.ENOTSUP, "not a regular file", str(path))
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
@@ -268,7 +271,7 @@ class Source:
         assert self.recorder
         if self._link(path) is not None:
             return
-        if Path(self.root + path).is_dir():
+        if os.path.isdir(self.root + path):  # noqa: PTH112 - False, and no error, for a name no file can have
             self.recorder.folder(path)
         else:
             self.recorder.file(path, b"")
@@ -281,7 +284,7 @@ class Source:
         return there
 
     def is_folder(self, path: str) -> bool:
-        there = Path(self.host_path(path)).is_dir()
+        there = os.path.isdir(self.host_path(path))  # noqa: PTH112
         if there and self.recorder:
             self.recorder.folder(self.real(path))
         return there
@@ -380,10 +383,30 @@ class Source:
                 self.recorder.value(key, known)
             return known
         try:
-            found = ask()
+            found = self._ask(key, ask)
         except OSError as error:
             self.refused(f"({key})", error)
             return None
         if self.recorder:
             self.recorder.value(key, found)
         return found
+
+    def _ask(self, key: str, ask: Callable[[], Any]) -> Any:
+        """`ask()` on a thread that is left behind where it does not end. Raises TimeoutError then, and what `ask` raises."""
+        found: list[Any] = []
+        failed: list[OSError] = []
+
+        def run() -> None:
+            try:
+                found.append(ask())
+            except OSError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name=f"asking for {key}", daemon=True)
+        thread.start()
+        thread.join(min(ASK_S, self.remaining()))
+        if failed:
+            raise failed[0]
+        if not found:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer about {key}")
+        return found[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvdoctor.collect.gpu import DEVICES, read_link
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Block, DirectIo, KvPath, Mount
-from kvdoctor.parse import pci
+from kvdoctor.parse import pci, shape
 from kvdoctor.parse.mounts import mount_of, parse_mountinfo
 
 MAX_STACK = 64
@@ -84,8 +84,7 @@ def _probe(kv: KvPath, answer: dict[str, object] | None) -> None:
         return
 
     def whole(name: str) -> int | None:
-        value = answer.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return shape.whole(answer.get(name))
 
     def flag(name: str) -> bool | None:
         value = answer.get(name)
@@ -103,8 +102,8 @@ def _direct(answer: dict[str, object]) -> DirectIo:
     found = DirectIo(how=str(answer.get("how", "capture")), error=str(answer.get("error", "")))
     opened = answer.get("opened", answer.get("open_odirect"))
     found.opened = opened if isinstance(opened, bool) or opened is None else str(opened) == "ok"
-    mem, off = answer.get("mem"), answer.get("off")
-    if isinstance(mem, int) and isinstance(off, int) and answer.get("dioalign") is not False:
+    mem, off = shape.whole(answer.get("mem")), shape.whole(answer.get("off"))
+    if mem is not None and off is not None and answer.get("dioalign") is not False:
         found.mem_align, found.offset_align = mem, off
     write = answer.get("write")
     if isinstance(write, str) and write != "ok":
