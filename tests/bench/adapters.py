@@ -2,11 +2,14 @@
 
 fs: 256 MiB of values through the adapter, by as many threads as a tier has, beside one thread that writes a file and renames
 it, and reads it into a buffer. In memory (tmpfs), where the file system is quick and what we add shows most.
-resp, s3: the same bytes through the library's own client alone, one call a value, from as many threads; on a real
-redis-server and moto's S3, over loopback. Every load is verified by the adapter; the yardstick verifies nothing.
+resp, s3, mooncake_store: the same bytes through the library's own client alone, one call a value, from as many threads; on a
+real redis-server, moto's S3 and a Mooncake pool (its quickest calls: in place, on registered memory), over loopback. Every
+load is verified by the adapter; the yardstick verifies nothing.
+hit: what five tiers add to a look-up and a lease of keys that are in the arena.
 """
 
 import contextlib
+import json
 import mmap
 import os
 import secrets
@@ -23,10 +26,13 @@ from kvd.store.retention import Retention
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, Item, Loaded, Want
 from kvd.tiers.adapters.fs import FsAdapter
+from kvd.tiers.adapters.nixl import address
+from kvd.wire.client import Client
 from kvtools.units import format_size
 from tests.bench.disk import identity
-from tests.bench.measure import Result, in_turn
-from tests.support.servers import MotoServer, RedisServer
+from tests.bench.measure import Result, in_turn, medians
+from tests.support.daemon import Daemon
+from tests.support.servers import MooncakePool, MotoServer, RedisServer
 
 SIZES = (1 << 20, 16 << 20, 64 << 20)
 ROUND_BYTES = 256 << 20
@@ -53,7 +59,7 @@ class Values:
 
 
 def measure(*, quick: bool = False) -> Iterator[Result]:
-    """fs at three sizes, Redis and S3 at two."""
+    """fs and Mooncake at three sizes, Redis and S3 at two; then what tiers cost a hit."""
     rounds = 3 if quick else 7
     for size in SIZES:
         yield from _fs(Values(size, ROUND_BYTES), rounds)
@@ -61,6 +67,9 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
         yield from _redis(Values(size, ROUND_BYTES // 4), rounds)
     for size in SIZES[:2]:
         yield from _s3(Values(size, ROUND_BYTES // 8), rounds)
+    for size in SIZES:
+        yield from _mooncake(Values(size, ROUND_BYTES // 4), rounds)
+    yield from _hits(rounds)
 
 
 def _fs(values: Values, rounds: int) -> Iterator[Result]:
@@ -142,6 +151,82 @@ def _s3(values: Values, rounds: int) -> Iterator[Result]:
         adapter.close()
     finally:
         server.remove()
+
+
+def _mooncake(values: Values, rounds: int) -> Iterator[Result]:
+    pool = MooncakePool("1 GB")
+    pool.start()
+    try:
+        pool.wait()
+        where = {"master_server_address": f"127.0.0.1:{pool.port}", "local_hostname": "127.0.0.1", "timeout": 60}
+        (adapter,) = registry.build([{"type": "mooncake_store", **where}])
+        adapter.open()
+        client = pool.client()
+        for view in (values.data[0], values.into[0]):  # each the first of a row without gaps
+            client.register_buffer(address(view), values.size * values.count)
+        with ThreadPoolExecutor(LOAD_THREADS) as threads:
+
+            def put(i: int) -> None:
+                assert client.upsert_from(f"plain/{i}", address(values.data[i]), values.size) == 0
+
+            def get(i: int) -> None:
+                assert client.get_into(f"plain/{i}", address(values.into[i]), values.size) == values.size
+
+            floors = _floors(threads, values, put, get)
+            yield from _both("mooncake", "Mooncake's own client alone", adapter, values, floors, (0.8, 0.8), rounds)
+        adapter.close()
+    finally:
+        pool.remove()
+
+
+HIT_KEYS = 1024
+
+
+def _hits(rounds: int) -> Iterator[Result]:
+    """What five tiers add to a look-up and a lease of keys that are in the arena."""
+    root = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
+    slots = {"slot_bytes": "64KiB"}
+    five: list[dict[str, object]] = [
+        {"type": "fs", "base_path": str(root / "fs"), "max_bytes": "1GiB"},
+        {"type": "raw_block", "device_path": str(root / "raw"), "capacity_bytes": "256MiB", **slots},
+        {"type": "dax", "device_path": str(root / "dax"), "max_dax_size_gb": 0.25, **slots},
+        {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 10},
+        {
+            "type": "nixl_store",
+            "backend": "POSIX",
+            "backend_params": {"file_path": str(root / "nixl"), "use_direct_io": "false"},
+            "pool_size": 2 * HIT_KEYS,
+        },
+    ]
+    keys = [i.to_bytes(32, "big") for i in range(HIT_KEYS)]
+    plain = Daemon(max_bytes="128MiB")
+    tiered = Daemon(*(word for spec in five for word in ("--l2-adapter", json.dumps(spec))), max_bytes="128MiB")
+    try:
+        clients = [daemon.start().client(namespace="bench") for daemon in (plain, tiered)]
+        for client in clients:
+            assert all(client.put_many([(key, key * 128) for key in keys]))
+            client.flush()
+
+        def hit(client: Client) -> None:
+            with client.read(keys) as lease:
+                assert lease.views[-1] is not None
+
+        for word, calls in (
+            ("lease", [partial(hit, client) for client in clients]),
+            ("prefix", [partial(client.prefix, keys) for client in clients]),
+        ):
+            none, some = medians(calls, rounds=rounds)
+            more = (some - none) / HIT_KEYS * 1e6
+            what = f"a {word} of {HIT_KEYS} keys in the arena, us a key: what five tiers add"
+            yield Result(
+                f"hit_{word}_five_tiers", what, some / HIT_KEYS * 1e6, "us", none / HIT_KEYS * 1e6, more, 10.0, at_most=True
+            )
+        for client in clients:
+            client.close()
+    finally:
+        plain.remove()
+        tiered.remove()
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _floors(

@@ -44,7 +44,7 @@ class Subject(ABC):
     needs = ""
     """The server it lives on."""
     part = ""
-    """The real part it stands for, where that is not a server."""
+    """The real part it stands for, where that is not the server."""
 
     def __init__(self, folder: Path, server: Any = None) -> None:
         self.folder = folder
@@ -330,6 +330,7 @@ class HfBucket(Subject):
     shared = True
     capped = False
     needs = "hub"
+    part = "huggingface_hub"
 
     def __init__(self, folder: Path, server: Any = None) -> None:
         super().__init__(folder, server)

@@ -52,7 +52,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path, servers: dict[str, S
 
 def over(names: Iterable[str]) -> pytest.MarkDecorator:
     """The test runs over these; those on a server count as tests of a real part."""
-    parts = {name: SUBJECTS[name].needs or SUBJECTS[name].part for name in names}
+    parts = {name: SUBJECTS[name].part or SUBJECTS[name].needs for name in names}
     rows = [pytest.param(name, marks=[pytest.mark.real(part)] if part else []) for name, part in parts.items()]
     return pytest.mark.parametrize("subject", rows, indirect=True)
 

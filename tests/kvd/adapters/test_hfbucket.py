@@ -13,7 +13,7 @@ from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
 from tests.support.fake_hub import PAGE, TOKEN, FakeHub
 
-pytestmark = pytest.mark.real("hub")
+pytestmark = pytest.mark.real("huggingface_hub")
 BUCKET = "owner/kv"
 
 

@@ -263,10 +263,14 @@ class HfBucketAdapter(ObjectAdapter):
         from huggingface_hub.errors import BucketBatchError
 
         names = [self._name(identity) for identity in identities]
+
+        def delete(some: list[str]) -> None:
+            with contextlib.suppress(BucketBatchError):  # somebody else was quicker
+                self._ask(lambda api: api.batch_bucket_files(self._bucket, delete=some))
+
         try:
             for start in range(0, len(names), BLOCK):
-                with contextlib.suppress(BucketBatchError):  # somebody else was quicker
-                    self._ask(lambda api, some=names[start : start + BLOCK]: api.batch_bucket_files(self._bucket, delete=some))
+                delete(names[start : start + BLOCK])
         except _failures() as error:
             self.counters.io_errors += 1
             raise self._failed("delete", error) from None
