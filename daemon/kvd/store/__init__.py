@@ -8,6 +8,7 @@ compact    which values to move, so that scattered free pages become one run
 index      identity -> entry, least recently used first, per retention class
 accounts   who uses what: figures a namespace, a bounded number of them
 tombstones why values are gone: the last fates, for kvd why
+s3fifo     an eviction order that a scan does not upset
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
 store      the decisions: what is stored, found, evicted, refused

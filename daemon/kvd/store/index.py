@@ -9,7 +9,11 @@ serve single keys, where numpy's scalars would cost more than the work.
 Least recently used: every use writes a rising tick into the row, nothing else. When room is needed, the victims of a
 class are found a batch at a time: a partial sort picks the oldest 1/32 of it, which then leave in order, each one only if
 its tick is still the same (a later use made it younger than everything in the batch). So the order is exactly LRU inside
-a class, a use costs one store, and an eviction an amortised few dozen nanoseconds, at any size.
+a class, a use costs one store, and an eviction an amortised few dozen nanoseconds, at any size. Of keys that are used
+together the first counts as the last used: they are a prefix, and its end is of no use without its beginning.
+
+With `scan_resistant` the order inside a class is S3-FIFO's instead (see `s3fifo`). Either way *temporary* values go before
+all others: copies of what a tier holds, read once. A second read makes such a copy one like any other.
 
 State of a slot: FREE, LIVE (found by its key), GONE (deleted or replaced while pinned: its bytes stay until the last pin
 is off). Not thread-safe: the event loop owns it.
@@ -25,6 +29,7 @@ import numpy.typing as npt
 from kvd.store.accounts import Account, Accounts
 from kvd.store.expiry import Expiries
 from kvd.store.retention import NEVER, Retention
+from kvd.store.s3fifo import Queues
 
 FREE, LIVE, GONE = 0, 1, 2
 ABSENT = 0
@@ -35,6 +40,7 @@ Slots = npt.NDArray[np.int64]
 _ONE = np.uint32(1)
 EMPTY_NAMESPACES = 64
 """Namespaces that hold nothing and are remembered all the same."""
+_TRIES = 64  # temporary values looked at for a victim
 _VICTIMS = 32  # a batch of victims is this part of its class
 _COLUMNS = {
     "start": np.uint32,  # first page in the arena
@@ -44,7 +50,8 @@ _COLUMNS = {
     "pins": np.uint32,
     "state": np.uint8,
     "klass": np.uint8,
-    "dirty": np.uint8,  # tiers it is still on its way to
+    "dirty": np.uint16,  # tiers it is still on its way to, a bit each
+    "passing": np.uint8,  # temporary: reads until it is one like any other
     "space": np.uint32,  # number of its namespace
 }
 
@@ -65,8 +72,10 @@ class Namespace:
 class Index:
     """Rows, namespaces and eviction order of one arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scan_resistant: bool = False) -> None:
         self._rows = 0
+        self.queues = Queues(len(Retention), self._blocked) if scan_resistant else None
+        self._temporary: deque[tuple[int, bytes]] = deque()
         self.keys: list[bytes | None] = []
         self._grow(1024)
         self._free: list[int] = []
@@ -98,6 +107,8 @@ class Index:
                 column[: self._rows] = getattr(self, name)
             setattr(self, name, column)
             setattr(self, f"{name}_of", column.data)
+        if self.queues is not None:
+            self.queues.grow(rows)
         self.keys.extend(repeat(None, rows - self._rows))
         self._rows = rows
 
@@ -108,7 +119,8 @@ class Index:
     pins: npt.NDArray[np.uint32]
     state: npt.NDArray[np.uint8]
     klass: npt.NDArray[np.uint8]
-    dirty: npt.NDArray[np.uint8]
+    dirty: npt.NDArray[np.uint16]
+    passing: npt.NDArray[np.uint8]
     space: npt.NDArray[np.uint32]
     start_of: "memoryview[int]"
     length_of: "memoryview[int]"
@@ -118,6 +130,7 @@ class Index:
     state_of: "memoryview[int]"
     klass_of: "memoryview[int]"
     dirty_of: "memoryview[int]"
+    passing_of: "memoryview[int]"
     space_of: "memoryview[int]"
 
     @property
@@ -182,20 +195,33 @@ class Index:
         return space is not None and key in space.slots
 
     def touch(self, slots: Slots) -> None:
-        """These were used now, in this order."""
+        """These were used now, the first of them last."""
         count = len(slots)
-        self.tick[slots] = np.arange(self._tick, self._tick + count, dtype=np.uint64)
         self._tick += count
+        self.tick[slots] = np.arange(self._tick - 1, self._tick - 1 - count, -1, dtype=np.int64)
+        if self.queues is not None:
+            self.queues.used(slots)
+        if self._temporary:
+            passing = self.passing[slots]
+            self.passing[slots] = passing - (passing > 0)
 
     def touch_one(self, slot: int) -> None:
         """`touch` for one slot."""
         self.tick_of[slot] = self._tick
         self._tick += 1
+        if self.queues is not None:
+            self.queues.used_one(slot)
+        if self.passing_of[slot]:
+            self.passing_of[slot] -= 1
 
-    def age(self, slot: int) -> None:
-        """This one goes first in its class (a temporary copy of what a tier holds)."""
-        self.tick_of[slot] = 0
-        self._victims[self.klass_of[slot]].appendleft((slot, 0))
+    def make_temporary(self, slot: int) -> None:
+        """This one goes before all others (a copy of what a tier holds), unless it is read more than once."""
+        key = self.keys[slot]
+        assert key is not None
+        self.passing_of[slot] = 2
+        self._temporary.append((slot, key))
+        if len(self._temporary) > 2 * self.entries + 1024:  # most have left, or are temporary no more
+            self._temporary = deque(row for row in self._temporary if self.keys[row[0]] is row[1] and self.passing_of[row[0]])
 
     # ---- changes ---------------------------------------------------------------------------------------------------
 
@@ -214,6 +240,7 @@ class Index:
         self.state_of[slot] = LIVE
         self.klass_of[slot] = klass
         self.dirty_of[slot] = 0
+        self.passing_of[slot] = 0
         self.space_of[slot] = space.number
         self.keys[slot] = key
         space.slots[key] = slot
@@ -223,6 +250,8 @@ class Index:
         self._tick += 1
         self.entries += 1
         self.live[klass] += 1
+        if self.queues is not None:
+            self.queues.added(slot, klass, key, length)
         self.live_bytes[klass] += length
         self._barren[klass] = False
         return slot
@@ -231,6 +260,9 @@ class Index:
         """Give a live value another class and expiry."""
         old = self.klass_of[slot]
         if old != klass:
+            if self.queues is not None:
+                self.queues.removed(slot, old, self.length_of[slot])
+                self.queues.added(slot, klass, self.keys[slot] or b"", self.length_of[slot])
             self.live[old] -= 1
             self.live[klass] += 1
             self.live_bytes[old] -= self.length_of[slot]
@@ -260,6 +292,8 @@ class Index:
             self._emptied.add(space.number)
         space.bytes -= self.length_of[slot]
         self.keys[slot] = None
+        if self.queues is not None:
+            self.queues.removed(slot, self.klass_of[slot], self.length_of[slot])
         self.entries -= 1
         self.live[self.klass_of[slot]] -= 1
         self.live_bytes[self.klass_of[slot]] -= self.length_of[slot]
@@ -302,11 +336,17 @@ class Index:
     def _expiry_of(self, slot: int) -> int:
         return self.expires_of[slot] if self.state_of[slot] == LIVE else NEVER
 
-    def victim(self, *, spare_dirty: bool = True) -> int:
-        """The slot to evict next: lowest class, least recently used in it, not pinned, or ABSENT when there is none.
+    def victim(self, *, spare_dirty: bool = True, temporary_only: bool = False) -> int:
+        """The slot to evict next, not pinned, or ABSENT: temporary ones, then the lowest class, least recently used in it.
 
         `spare_dirty` keeps values that are still on their way to a tier.
         """
+        if self._temporary:
+            slot = self._temporary_victim(spare_dirty)
+            if slot:
+                return slot
+        if temporary_only:
+            return ABSENT
         for klass, count in enumerate(self.live):
             if not count:
                 continue
@@ -315,7 +355,24 @@ class Index:
                 return slot
         return ABSENT
 
+    def _blocked(self, slot: int, spare_dirty: bool) -> bool:
+        return bool(self.pins_of[slot] or (spare_dirty and self.dirty_of[slot]))
+
+    def _temporary_victim(self, spare_dirty: bool) -> int:
+        """The oldest temporary value that may go; what may not now is looked at again later."""
+        for _ in range(min(len(self._temporary), _TRIES)):
+            slot, key = self._temporary.popleft()
+            if self.keys[slot] is key and self.passing_of[slot]:
+                if not self._blocked(slot, spare_dirty):
+                    return slot
+                self._temporary.append((slot, key))
+        return ABSENT
+
     def _victim_of(self, klass: int, spare_dirty: bool) -> int:
+        if self.queues is not None:
+            slot = self.queues.victim(klass, spare_dirty, self.keys.__getitem__, self.length_of)
+            if slot:
+                return slot
         batch = self._victims[klass]
         for refilled in (False, True):
             while batch:

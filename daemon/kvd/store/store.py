@@ -36,6 +36,8 @@ LEND_AHEAD_PART = 16
 """At most this part of the arena is lent ahead to one connection, and 64 MiB."""
 LEND_AHEAD_BYTES = 64 << 20
 CLEAR_STEP = 1000
+TICK_EVICT_S = 0.002
+"""How long a tick evicts for at most."""
 SLICE = 256
 """Values evicted in one go, at most: about a millisecond."""
 LEND_STEP = 2048
@@ -53,6 +55,7 @@ class Wanted(NamedTuple):
 
 FOR_PUT = Wanted("room for a put")
 FROM_TIER = Wanted("room for a value from a tier")
+AHEAD = Wanted("the arena was above its watermark")
 
 
 class Short(Enum):
@@ -82,6 +85,10 @@ class Counts:
     expirations: int = 0
     deletes: int = 0
     evicted_dirty: int = 0
+    evictions_ahead: int = 0
+    """Of `evictions`, because of the watermark."""
+    released: int = 0
+    """Values that left because tiers hold them (store policy skip_l1)."""
     promotions: int = 0
     moves: int = 0
     move_bytes: int = 0
@@ -112,9 +119,10 @@ class Store:
         *,
         clock_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
+        scan_resistant: bool = False,
     ) -> None:
         self.arena = arena
-        self.index = Index()
+        self.index = Index(scan_resistant=scan_resistant)
         self.leases = Leases()
         self.tombstones = Tombstones(clock_ns=clock_ns)
         self.counts = Counts()
@@ -126,6 +134,12 @@ class Store:
         """Set while a tier's breaker is open: what cannot be written to it may be evicted unwritten (and is counted)."""
         self.evicting = True
         """False for the eviction policy `noop`: a full arena refuses."""
+        self.buffering = False
+        """The arena is a buffer on the way to tiers: what no tier took makes room also with `noop`."""
+        self.watermark: float | None = None
+        """Share of the arena above which `tick` evicts `ratio` of the bytes used; None: only on demand."""
+        self.ratio = 0.2
+        self._surplus = 0  # bytes that `tick` has still to evict
         self.short = Short.FULL
         """Why the last attempt to find room found none."""
         self._slice = SLICE
@@ -179,7 +193,8 @@ class Store:
         """
         space = self.index.namespace(namespace)
         refusal = self.refusal(retention, expires_ns)
-        reasons = []
+        reasons: list[str] = []
+        slots: list[int] = []
         for serial, key, length in rows:
             lent = self.leases.take_back(holder, serial)
             if lent is None:
@@ -196,8 +211,11 @@ class Store:
                 self._free(lent.offset + pages * PAGE, lent.pages - pages)
             if length & 4095 or not length:
                 self.arena.zero_slack(lent.offset, length)
-            self._insert(space, key, lent.offset, length, retention, expires_ns)
+            slots.append(self._insert(space, key, lent.offset, length, retention, expires_ns))
             reasons.append("")
+        if len(slots) > 1 and self.index.queues is None:
+            # As in a look-up, the first of them counts as the last used: the beginning of a prefix outlives its end.
+            self.index.touch(np.array(slots, dtype=np.int64))
         return reasons
 
     def put_inline(
@@ -246,17 +264,30 @@ class Store:
         self._free(lent.offset, lent.pages)
         return True
 
-    def admit(self, namespace: bytes, key: bytes, offset: int, length: int, retention: Retention, expires_ns: int) -> int:
+    def admit(
+        self,
+        namespace: bytes,
+        key: bytes,
+        offset: int,
+        length: int,
+        retention: Retention,
+        expires_ns: int,
+        *,
+        temporary: bool = False,
+    ) -> int:
         """A value read from a tier into room of `make_room` becomes visible, unless the key has been put meanwhile.
 
-        Returns its slot, or ABSENT (the room is free then).
+        Returns its slot, or ABSENT (the room is free then). A `temporary` one is the first to go again.
         """
         space = self.index.namespace(namespace)
         if key in space.slots or expired(expires_ns, self.clock_ns()):
             self._free(offset, pages_of(length))
             return space.slots.get(key, ABSENT)
         self.counts.promotions += 1
-        return self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
+        slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
+        if temporary:
+            self.index.make_temporary(slot)
+        return slot
 
     def make_room(self, length: int, wanted: Wanted) -> int | None:
         """Offset of room for a value, or None: then `short` says what would help."""
@@ -267,13 +298,14 @@ class Store:
         """Room of `make_room` that was not used."""
         self._free(offset, pages_of(length))
 
-    def _insert(self, space: Namespace, key: bytes, offset: int, length: int, retention: Retention, expires_ns: int) -> None:
+    def _insert(self, space: Namespace, key: bytes, offset: int, length: int, retention: Retention, expires_ns: int) -> int:
         old = space.slots.get(key)
         if old is not None:
             self._hide(old)
         slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
         self._count_set(space.account, retention, length)
         self.listener.stored(slot, old is not None)
+        return slot
 
     def _room(self, length: int, wanted: Wanted) -> int | None:
         """Offset of room for `length` bytes, evicting for it where that is allowed, can succeed, and is no more than a slice."""
@@ -306,14 +338,15 @@ class Store:
         if slot:
             self.counts.expirations += 1
             self._bury(slot, Fate.EXPIRED)
-        elif self.evicting:
-            slot = self.index.victim(spare_dirty=True)
-            if not slot and self.evict_dirty:
-                slot = self.index.victim(spare_dirty=False)
-                self.counts.evicted_dirty += bool(slot)
-            if slot:
-                self._count_eviction(slot)
-                self._bury(slot, Fate.EVICTED, *wanted)
+            return slot
+        may = self.evicting or self.buffering
+        slot = self.index.victim(temporary_only=not may)
+        if not slot and may and self.evict_dirty:
+            slot = self.index.victim(spare_dirty=False)
+            self.counts.evicted_dirty += bool(slot)
+        if slot:
+            self._count_eviction(slot)
+            self._bury(slot, Fate.EVICTED, *wanted)
         return slot
 
     # ---- moving ------------------------------------------------------------------------------------------------------
@@ -326,7 +359,7 @@ class Store:
         free = extents.free_runs()
         rows = np.fromiter((n for run in free for n in run), dtype=np.int64, count=2 * len(free)).reshape(-1, 2)
         pages = np.maximum(1, (index.length[movable].astype(np.int64) + PAGE - 1) // PAGE)
-        evictable = np.full(len(movable), self.evicting) & ((index.dirty[movable] == 0) | self.evict_dirty)
+        evictable = np.full(len(movable), self.evicting or self.buffering) & ((index.dirty[movable] == 0) | self.evict_dirty)
         return Snapshot(rows[:, 0], rows[:, 1], movable, index.start[movable].astype(np.int64), pages, evictable)
 
     def movable(self, slot: int, page: int) -> bool:
@@ -349,6 +382,14 @@ class Store:
         self.counts.moves += 1
         self.counts.move_bytes += index.length_of[slot]
         index.start_of[slot] = page
+        return True
+
+    def let_go(self, slot: int, key: bytes) -> bool:
+        """Drop a value that tiers hold now, unless it has left or changed meanwhile; who reads it goes on reading."""
+        if self.index.keys[slot] is not key or self.index.dirty_of[slot]:
+            return False
+        self._hide(slot)
+        self.counts.released += 1
         return True
 
     def _count_eviction(self, slot: int) -> None:
@@ -486,6 +527,28 @@ class Store:
                 break
             self.counts.expirations += 1
             self._bury(slot, Fate.EXPIRED)
+            self._hide(slot)
+        if self.watermark is not None:
+            self._keep_below(self.watermark)
+
+    def _keep_below(self, watermark: float) -> None:
+        """Evict `ratio` of the bytes used once they are above the watermark: a slice of TICK_EVICT_S a call, until it is done.
+
+        What is pinned, or on its way to a tier, is passed over; when nothing else is left, the next time begins anew.
+        """
+        used = self.arena.used_bytes
+        if self._surplus <= 0 and used > self.arena.capacity * watermark:
+            self._surplus = int(used * self.ratio)
+        end = self.monotonic() + TICK_EVICT_S
+        while self._surplus > 0 and self.monotonic() < end:
+            slot = self.index.victim()
+            if not slot:
+                self._surplus = 0
+                return
+            self._surplus -= pages_of(self.index.length_of[slot]) * PAGE
+            self._count_eviction(slot)
+            self._bury(slot, Fate.EVICTED, *AHEAD)
+            self.counts.evictions_ahead += 1
             self._hide(slot)
 
     def connection_lost(self, holder: Holder) -> None:

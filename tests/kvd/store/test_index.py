@@ -87,7 +87,7 @@ class Model(RuleBasedStateMachine):
             self.index.touch(np.array([self.rows[who].slot for who in chosen], dtype=np.int64))
         else:
             self.index.touch_one(self.rows[chosen[0]].slot)
-        for who in chosen:
+        for who in reversed(chosen):  # the first of a batch counts as the last used
             self.used(who)
 
     @precondition(lambda self: self.rows)
