@@ -85,7 +85,24 @@ def serve(
         str | None, typer.Option("--numa-node", metavar="N", help="Take the arena's pages from this NUMA node where it has any.")
     ] = None,
     eviction_policy: Annotated[
-        str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, or noop: a full arena refuses.")
+        str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, S3FIFO, or noop: a full arena refuses.")
+    ] = None,
+    eviction_trigger_watermark: Annotated[
+        str | None,
+        typer.Option("--eviction-trigger-watermark", metavar="SHARE", help="Evict above this share of the arena already."),
+    ] = None,
+    eviction_ratio: Annotated[
+        str | None, typer.Option("--eviction-ratio", metavar="SHARE", help="And then this share of the bytes used.")
+    ] = None,
+    l2_store_policy: Annotated[
+        str | None, typer.Option("--l2-store-policy", metavar="NAME", help="default, skip_l1, or one of yours: what goes down.")
+    ] = None,
+    l2_prefetch_policy: Annotated[
+        str | None, typer.Option("--l2-prefetch-policy", metavar="NAME", help="default, retain, or one of yours: what comes up.")
+    ] = None,
+    l2_prefetch_max_in_flight: Annotated[
+        str | None,
+        typer.Option("--l2-prefetch-max-in-flight", metavar="N", help="Requests loading from a tier at once [8]."),
     ] = None,
     drain_timeout: Annotated[
         str | None, typer.Option("--drain-timeout", metavar="TIME", help="For pending writes when stopping [default: 20s].")
@@ -129,6 +146,11 @@ def serve(
         "mlock": mlock,
         "numa_node": numa_node,
         "eviction_policy": eviction_policy,
+        "eviction_trigger_watermark": eviction_trigger_watermark,
+        "eviction_ratio": eviction_ratio,
+        "l2_store_policy": l2_store_policy,
+        "l2_prefetch_policy": l2_prefetch_policy,
+        "l2_prefetch_max_in_flight": l2_prefetch_max_in_flight,
         "drain_timeout": drain_timeout,
         "log_level": log_level,
         "log_format": log_format,

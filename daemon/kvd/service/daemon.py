@@ -29,6 +29,8 @@ from kvd.store.arena import Arena
 from kvd.store.room import Rooms
 from kvd.store.store import Store
 from kvd.tiers.adapters.base import Adapter, Durability
+from kvd.tiers.policies import Asking
+from kvd.tiers.tier import IN_FLIGHT
 from kvd.tiers.tiering import Tiering
 from kvtools import __version__
 from kvtools.errors import KvError
@@ -59,6 +61,11 @@ class Options:
     drain_s: float = 20.0
     evicting: bool = True
     promote: bool = False
+    scan_resistant: bool = False
+    watermark: float | None = None
+    eviction_ratio: float = 0.2
+    policies: Asking | None = None
+    prefetch_in_flight: int = IN_FLIGHT
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     shm: Path = field(default=SHM)
@@ -88,10 +95,12 @@ class Daemon:
         """Serve until told to stop. Raises what keeps it from starting (KvdError, UsageError, AdapterError)."""
         options, loop = self.options, asyncio.get_running_loop()
         arena = Arena(options.max_bytes, huge=options.huge_pages, mlock=options.mlock, numa_node=options.numa_node)
-        self.store = Store(arena)
-        self.store.evicting = options.evicting
+        self.store = Store(arena, scan_resistant=options.scan_resistant)
+        self._take_over(options)
         rooms = Rooms(self.store)
-        self.tiering = Tiering(self.store, rooms, promote=options.promote)
+        self.tiering = Tiering(
+            self.store, rooms, promote=options.promote, policies=options.policies, in_flight=options.prefetch_in_flight
+        )
         instance = instance_of_path(options.socket)
         self.operations = Operations(self.store, self.tiering, instance=instance, changed=self._changed, info=self._info)
         self.operations.drain = self.drain
@@ -174,6 +183,11 @@ class Daemon:
             log.info("%s", signal.Signals(number).name)
             self._stopping.set()
 
+    def _take_over(self, options: Options) -> None:
+        """What of eviction can change while running."""
+        self.store.evicting = options.evicting
+        self.store.watermark, self.store.ratio = options.watermark, options.eviction_ratio
+
     def _look_at_host(self, preflight: Callable[[], Sequence[str]]) -> None:
         try:
             for line in preflight():
@@ -194,7 +208,7 @@ class Daemon:
             self.options, allow_uids=new.allow_uids, allow_gids=new.allow_gids, drain_s=new.drain_s, evicting=new.evicting
         )
         self.server.allow(new.allow_uids, new.allow_gids)
-        self.store.evicting = new.evicting
+        self._take_over(new)
         log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(new.waiting)}" if new.waiting else "")
 
     async def drain(self) -> tuple[Durability, int]:
@@ -206,14 +220,17 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                self.store.tick()
-                self.tiering.tick()
-                self.operations.direct.tick()
-                if time.monotonic() - self._published > HEARTBEAT_S:
-                    self._publish()
-            except Exception:  # a tick edge: the next one may do better, and must come
-                log.exception("periodic work failed unexpectedly")
+            for work in (self.store.tick, self.tiering.tick, self.operations.direct.tick, self._publish_due):
+                try:
+                    work()
+                except Exception:  # a tick edge: the rest of it, and the next one, must come
+                    errors = self.store.counts.tick_errors = self.store.counts.tick_errors + 1
+                    if errors & (errors - 1) == 0:  # ten a second would fill the log
+                        log.exception("periodic work failed unexpectedly (%d times so far)", errors)
+
+    def _publish_due(self) -> None:
+        if time.monotonic() - self._published > HEARTBEAT_S:
+            self._publish()
 
     def _changed(self) -> None:
         if not self._fresh:

@@ -9,6 +9,7 @@ what was pinned until then stays pinned.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,16 @@ import numpy as np
 
 from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
-from kvd.tiers.tiering import NOTHING, Fetch, Known, Tiering
+from kvd.tiers.fetch import NOTHING, Fetch, Known
+from kvd.tiers.tiering import Tiering
+
+log = logging.getLogger("kvd.tiers")
 
 BLOCK = 16
 STEP_S = 0.001
 """Nobody else is served for about this long."""
+SUBMITTED = "Prefetch request submitted: %d total keys, %d L1 prefix hits, %d remaining for L2"
+"""Logged at DEBUG, in the words that operators of LMCache look for."""
 
 
 @dataclass
@@ -36,10 +42,18 @@ class Gathering:
     """Pins and promotions for `keys` in each namespace, until `let_go`. `length`: how many leading keys had room."""
 
     def __init__(
-        self, store: Store, tiering: Tiering, namespaces: Sequence[bytes], keys: list[bytes], known: Known = NOTHING
+        self,
+        store: Store,
+        tiering: Tiering,
+        namespaces: Sequence[bytes],
+        keys: list[bytes],
+        known: Known = NOTHING,
+        *,
+        client: object = None,
     ) -> None:
         self.store = store
         self.known = known
+        self.client = client
         self.tiering = tiering
         self.keys = keys
         self.length = len(keys)
@@ -61,6 +75,10 @@ class Gathering:
         except BaseException:
             self.let_go()
             raise
+        if self.tiering.tiers and log.isEnabledFor(logging.DEBUG):
+            for part in self.parts.values():
+                here = next(iter(np.flatnonzero(part.slots == ABSENT).tolist()), len(self.keys))
+                log.debug(SUBMITTED, len(self.keys), here, len(self.keys) - here)
         return self
 
     async def _block(self, namespace: bytes, part: Part, start: int, end: int, deadline_s: float) -> None:
@@ -73,7 +91,7 @@ class Gathering:
         part.pinned.append(here)
         if missing.size:
             absent = [keys[i] for i in missing.tolist()]
-            part.fetch = await self.tiering.fetch(namespace, absent, deadline_s, part.fetch, self.known)
+            part.fetch = await self.tiering.fetch(namespace, absent, deadline_s, part.fetch, self.known, client=self.client)
             if part.fetch is not None and part.fetch.no_room is not None:
                 self.length = min(self.length, start + keys.index(part.fetch.no_room))
 

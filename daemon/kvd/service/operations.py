@@ -26,7 +26,8 @@ from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Durability, Hit
-from kvd.tiers.tiering import NOTHING, Known, Tiering
+from kvd.tiers.fetch import NOTHING, Known
+from kvd.tiers.tiering import Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
 
@@ -205,7 +206,7 @@ class Operations:
         deadline = loop.time() + m.timeout_ms / 1000
         known = await self._ask([m.namespace], m.keys, deadline)
         while True:
-            gathering = await Gathering(self.store, self.tiering, [m.namespace], m.keys, known).begin(deadline)
+            gathering = await Gathering(self.store, self.tiering, [m.namespace], m.keys, known, client=link).begin(deadline)
             try:
                 if gathering.length or loop.time() >= deadline:
                     await gathering.wait(deadline)
@@ -271,8 +272,8 @@ class Operations:
     def prefix(self, link: Connection, m: p.Prefix) -> RESULT:
         length = self._leading(m, NOTHING)
         if length < len(m.keys) and m.timeout_ms > 0 and self.tiering.must_ask:
-            return self._prefix_below(m)
-        return self._pin_prefix(m, length, NOTHING) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
+            return self._prefix_below(link, m)
+        return self._pin_prefix(link, m, length, NOTHING) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
 
     def _leading(self, m: p.Prefix, known: Known) -> int:
         """How many leading keys RAM and tiers have, as far as is known."""
@@ -287,7 +288,7 @@ class Operations:
                 length = int(np.argmin(flags))
         return length
 
-    async def _prefix_below(self, m: p.Prefix) -> p.Answer:
+    async def _prefix_below(self, link: Connection, m: p.Prefix) -> p.Answer:
         """The same with tiers that must be asked: block by block, since what lies behind the first gap is of no use."""
         deadline = _deadline(m.timeout_ms)
         known: dict[bytes, tuple[int, Hit]] = {}
@@ -296,12 +297,12 @@ class Operations:
             asked = length + ASK_KEYS
             known.update(await self._ask(m.namespaces, m.keys[length:asked], deadline))
             length = self._leading(m, known)
-        return await self._pin_prefix(m, length, known) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
+        return await self._pin_prefix(link, m, length, known) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
 
-    async def _pin_prefix(self, m: p.Prefix, length: int, known: Known) -> p.Answer:
+    async def _pin_prefix(self, link: Connection, m: p.Prefix, length: int, known: Known) -> p.Answer:
         """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
         seconds = min(m.pin_ms / 1000, LEASE_S)
-        gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length], known)
+        gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length], known, client=link)
         await gathering.begin(asyncio.get_running_loop().time() + max(PIN_ROOM_S, m.timeout_ms / 1000))
         if not gathering.length:
             gathering.let_go()
@@ -340,12 +341,12 @@ class Operations:
         finally:
             gathering.let_go()
 
-    async def _prefetch_below(self, m: p.Prefetch) -> p.Answer:
+    async def _prefetch_below(self, link: Connection, m: p.Prefetch) -> p.Answer:
         deadline = _deadline(m.timeout_ms)
         known = await self._ask([m.namespace], m.keys, deadline)
         slots = self.store.find(m.namespace, m.keys)
         absent = [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()]
-        fetch = await self.tiering.fetch(m.namespace, absent, deadline, known=known)
+        fetch = await self.tiering.fetch(m.namespace, absent, deadline, known=known, client=link, stays=True)
         if fetch is None:
             return p.Count(m.id, 0)
         try:
@@ -355,7 +356,7 @@ class Operations:
             self.tiering.let_go(fetch)
 
     def prefetch(self, link: Connection, m: p.Prefetch) -> RESULT:
-        return self._prefetch_below(m) if self.tiering.tiers else p.Count(m.id, 0)
+        return self._prefetch_below(link, m) if self.tiering.tiers else p.Count(m.id, 0)
 
     # ---- removing and asking -----------------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvd.service.daemon import Daemon, Options
 from kvd.store.arena import NODES
+from kvd.tiers import policies
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability
 from kvd.wire.connection import default_socket
@@ -79,6 +80,28 @@ def _node(text: str) -> int:
     return int(text)
 
 
+def _share(least: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= 1.0:
+            raise UsageError(f"not a share: {text!r}", hint=f"a number from {least:g} to 1, such as 0.8")
+        return value
+
+    return parse
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or not least <= int(text) <= most:
+            raise UsageError(f"not a whole number from {least} to {most}: {text!r}")
+        return int(text)
+
+    return parse
+
+
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(os.pathsep) if part]
 
@@ -122,7 +145,26 @@ SETTINGS = (
     Setting("mlock", _switch, False, ("KVD_MLOCK",), help="Keep the arena from being swapped out."),
     Setting("numa_node", _node, None, ("KVD_NUMA_NODE",), help="Take the arena's pages from this NUMA node where it has any."),
     Setting(
-        "eviction_policy", _word("eviction policy", "LRU", "noop"), "LRU", ("KVD_EVICTION_POLICY",), help="What a full arena does."
+        "eviction_policy",
+        _word("eviction policy", "LRU", "S3FIFO", "noop"),
+        "LRU",
+        ("KVD_EVICTION_POLICY",),
+        help="Who makes room in a full arena.",
+    ),
+    Setting(
+        "eviction_trigger_watermark", _share(0.0), None, ("KVD_EVICTION_TRIGGER_WATERMARK",), help="Evict above this share already."
+    ),
+    Setting("eviction_ratio", _share(1e-6), None, ("KVD_EVICTION_RATIO",), help="And then this share of the bytes used."),
+    Setting("l2_store_policy", str, "default", ("KVD_L2_STORE_POLICY",), help="Which values go to which tier, and leave RAM then."),
+    Setting(
+        "l2_prefetch_policy", str, "default", ("KVD_L2_PREFETCH_POLICY",), help="Which tier loads a value, and whether it stays."
+    ),
+    Setting(
+        "l2_prefetch_max_in_flight",
+        _whole(1, 4096),
+        8,
+        ("KVD_L2_PREFETCH_MAX_IN_FLIGHT",),
+        help="Requests loading from a tier at once.",
     ),
     Setting("drain_timeout", parse_duration, 20.0, ("KVD_DRAIN_TIMEOUT",), help="For pending writes when stopping."),
     Setting("metrics_port", _port, None, ("KVD_METRICS_PORT",), help="Port of /metrics, /healthz and /readyz."),
@@ -261,10 +303,17 @@ def options_of(settings: Resolved) -> Options:
         raise UsageError("--long-bytes without --long-path", hint="say where the disk tier lies: --long-path DIR")
     if settings["durability"].origin != "default" and not value["long_path"]:
         raise UsageError("--durability without --long-path", hint="say where the disk tier lies: --long-path DIR")
+    adapters = _adapters(value)
+    if value["l2_store_policy"] != "default" and not adapters:
+        raise UsageError(f"--l2-store-policy {value['l2_store_policy']} without a tier", hint="add --long-path or --l2-adapter")
+    watermark, ratio = value["eviction_trigger_watermark"], value["eviction_ratio"]
+    ahead = watermark is not None or ratio is not None
+    if ahead and value["eviction_policy"] == "noop":
+        log.warning("the eviction policy noop evicts nothing: watermark and ratio mean nothing with it")
     return Options(
         socket=Path(value["socket"] or default_socket()).absolute(),
         max_bytes=value["max_bytes"],
-        adapters=_adapters(value),
+        adapters=adapters,
         socket_mode=value["socket_mode"],
         socket_group=value["socket_group"],
         allow_uids=frozenset(map(_uid, value["allow_uid"])),
@@ -273,8 +322,15 @@ def options_of(settings: Resolved) -> Options:
         mlock=value["mlock"],
         numa_node=value["numa_node"],
         drain_s=value["drain_timeout"],
-        evicting=value["eviction_policy"] == "LRU",
         promote=value["promote"],
+        evicting=value["eviction_policy"] != "noop",
+        scan_resistant=value["eviction_policy"] == "S3FIFO",
+        watermark=(0.8 if watermark is None else watermark) if ahead and value["eviction_policy"] != "noop" else None,
+        eviction_ratio=0.2 if ratio is None else ratio,
+        policies=policies.Asking(
+            policies.store_policy(value["l2_store_policy"]), policies.prefetch_policy(value["l2_prefetch_policy"])
+        ),
+        prefetch_in_flight=value["l2_prefetch_max_in_flight"],
         metrics_host=value["metrics_host"],
         metrics_port=value["metrics_port"],
     )

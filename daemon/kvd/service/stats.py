@@ -104,11 +104,15 @@ def _store_rows(store: Store, tiering: Tiering, tokens: Callable[[], int]) -> li
     counter("get_bytes_total", "bytes", "Bytes of the values found.", lambda: counts.get_bytes)
     counter("evictions_total", "", "Values evicted from the arena to make room.", lambda: counts.evictions)
     counter("evictions_unwritten_total", "", "Of these, evicted before a broken tier had taken them.", lambda: counts.evicted_dirty)
+    counter("evictions_ahead_total", "", "Of these, because the arena was above its watermark.", lambda: counts.evictions_ahead)
+    counter("released_total", "", "Values that left the arena because tiers hold them (skip_l1).", lambda: counts.released)
     counter("expirations_total", "", "Values whose time to live had passed.", lambda: counts.expirations)
     counter("deletes_total", "", "Values deleted on request.", lambda: counts.deletes)
     counter("moves_total", "", "Values moved inside the arena to bring free pages together.", lambda: counts.moves)
     counter("move_bytes_total", "bytes", "Bytes of these.", lambda: counts.move_bytes)
     counter("promotions_total", "", "Values brought up from a tier.", lambda: counts.promotions)
+    counter("policy_errors_total", "", "Answers that a policy failed to give.", lambda: tiering.policies.errors)
+    counter("tick_errors_total", "", "Times that periodic work has failed.", lambda: counts.tick_errors)
     counter(
         "corruptions_total",
         "",

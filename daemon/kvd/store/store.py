@@ -92,6 +92,8 @@ class Counts:
     promotions: int = 0
     moves: int = 0
     move_bytes: int = 0
+    tick_errors: int = 0
+    """Times that periodic work (eviction, expiry, deadlines) has failed."""
     rejections: dict[str, int] = field(default_factory=dict)
     sets_by: list[int] = field(default_factory=lambda: [0] * len(Retention))
     evictions_by: list[int] = field(default_factory=lambda: [0] * len(Retention))

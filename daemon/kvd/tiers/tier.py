@@ -13,6 +13,7 @@ probes it. Loads are misses meanwhile; what waits to be stored stays queued.
 
 import asyncio
 import functools
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,11 +29,19 @@ from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
+from kvd.tiers.turns import Turns
 
 log = logging.getLogger("kvd.tiers")
 
 T = TypeVar("T")
 
+Settled = Callable[[int, int, bool], None]
+"""Told of each value that is still in the arena: its slot, the tier that has answered, and whether it took it."""
+
+TASKS = itertools.count(1)
+"""Numbers of store and load tasks, as the log names them."""
+TIERS_MAX = 16
+IN_FLIGHT = 8
 BATCH_ITEMS = 256
 BATCH_BYTES = 16 << 20
 WRITERS = 4
@@ -58,6 +67,12 @@ class Receipt:
         self.left = count
         self.weakest: Durability | None = None
         self.done: asyncio.Future[None] = loop.create_future()
+
+    def skip(self) -> None:
+        """One answer less to come: a tier that the value does not go to."""
+        self.left -= 1
+        if self.left <= 0 and not self.done.done():
+            self.done.set_result(None)
 
     def note(self, durability: Durability) -> None:
         """One value's fate."""
@@ -128,9 +143,22 @@ class Breaker:
 class Tier:
     """An adapter, its queue and its threads. Lives on the event loop; only the adapter's methods run elsewhere."""
 
-    def __init__(self, adapter: Adapter, store: Store, *, changed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        store: Store,
+        *,
+        changed: Callable[[], None],
+        number: int = 0,
+        requests: int = IN_FLIGHT,
+        settled: Settled = lambda slot, number, took: None,
+    ) -> None:
         self.adapter = adapter
+        self.number = number
         self.name = adapter.name
+        self.turns = Turns(requests, adapter.prefetch_max_bytes)
+        """Whose loads come next."""
+        self._settled = settled
         self.store = store
         self.breaker = Breaker(store.monotonic)
         adapter.listen(functools.partial(store.tombstones.note_many, fate=Fate.EVICTED, place=self.name, why="room in the tier"))
@@ -215,7 +243,7 @@ class Tier:
         index = self.store.index
         key = index.keys[slot]
         assert key is not None
-        index.dirty_of[slot] += 1
+        index.dirty_of[slot] |= 1 << self.number
         self._push(Write(slot, key, [receipt] if receipt else []))
 
     def copy(self, slot: int) -> None:
@@ -243,7 +271,9 @@ class Tier:
         return self.breaker.tripped or self.stuck
 
     def look(self) -> None:
-        """Periodic: notice, and say once, that it hangs, and that it goes on."""
+        """Periodic: notice, and say once, that it hangs, and that it goes on; send elsewhere what waits for it in vain."""
+        if self.broken:
+            self.turns.divert()
         if self.stuck != self._said_stuck:
             self._said_stuck = not self._said_stuck
             if self._said_stuck:
@@ -307,10 +337,12 @@ class Tier:
             self._under_way.update(identity for _, identity in batch)
             for change, _ in batch:
                 if not change.dirty:  # from here on a delete must know that it may still arrive
-                    self.store.index.dirty_of[change.slot] += 1
+                    self.store.index.dirty_of[change.slot] |= 1 << self.number
                     change.dirty = True
             items = [self._item(change.slot, identity) for change, identity in batch]
-            task = self._loop.create_task(self._write(batch, slots, items))
+            number = next(TASKS)
+            log.debug("Submitted store task %d to adapter %d (%s) with %d keys.", number, self.number, self.name, len(batch))
+            task = self._loop.create_task(self._write(number, batch, slots, items))
             del items
             self._writers.add(task)
             task.add_done_callback(self._written)
@@ -357,7 +389,7 @@ class Tier:
         data, padded = self.store.memory_of(slot)
         return Item(identity, data, Retention(index.klass_of[slot]), index.expires_of[slot], padded)
 
-    async def _write(self, batch: list[tuple[Write, Identity]], slots: Slots, items: list[Item]) -> None:
+    async def _write(self, number: int, batch: list[tuple[Write, Identity]], slots: Slots, items: list[Item]) -> None:
         results: list[Stored] | None = None
         call = object()
         begun = self._calls[call] = self.store.monotonic()
@@ -382,6 +414,7 @@ class Tier:
             self._under_way.difference_update(identity for _, identity in batch)
         if results is None:
             # Not written: it stays queued, in order, and dirty.
+            log.debug("L2 store task %d failed: adapter %d (%s), %d keys stay queued.", number, self.number, self.name, len(batch))
             for change, _ in batch:
                 if change.copy:
                     self._finish(change, Durability.NONE)
@@ -389,8 +422,8 @@ class Tier:
             return
         if any(not result.ok and result.reason == "io_error" for result in results):
             self._failed("io_error")
-        for (change, _), result in zip(batch, results, strict=True):
-            self._finish(change, result.durability if result.ok else Durability.NONE)
+        taken = sum(result.ok for result in results)
+        log.debug("L2 store task %d completed: adapter %d (%s), %d of %d keys.", number, self.number, self.name, taken, len(batch))
         for (change, identity), result in zip(batch, results, strict=True):
             if result.ok:
                 self.untaken.discard(identity)
@@ -400,6 +433,8 @@ class Tier:
                 self.store.tombstones.note(identity, Fate.REFUSED, place=self.name, why=result.reason)
         refused = [row for row, result in zip(batch, results, strict=True) if not result.ok]
         self._forget_older([identity for change, identity in refused if not change.copy])
+        for (change, _), result in zip(batch, results, strict=True):
+            self._finish(change, result.durability if result.ok else Durability.NONE, took=result.ok)
 
     def _forget_older(self, identities: list[Identity]) -> None:
         """What the tier did not take now, it may still hold from an earlier put under the same key: that is out of date."""
@@ -410,11 +445,14 @@ class Tier:
             # In front: behind it waits what was put under these keys since, and must not be lost.
             self.erase(identities, first=True)
 
-    def _finish(self, change: Write, durability: Durability, *, gone: bool = False) -> None:
+    def _finish(self, change: Write, durability: Durability, *, gone: bool = False, took: bool = False) -> None:
         index = self.store.index
-        if change.dirty and (not gone or index.keys[change.slot] is change.key) and index.dirty_of[change.slot]:
-            index.dirty_of[change.slot] -= 1
+        here = index.keys[change.slot] is change.key
+        if change.dirty and (here or not gone):
+            index.dirty_of[change.slot] &= ~(1 << self.number)
         index.stir()
+        if here and not gone and not change.copy:
+            self._settled(change.slot, self.number, took)
         for receipt in change.receipts:
             receipt.note(durability)
 

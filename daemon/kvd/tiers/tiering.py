@@ -17,64 +17,52 @@ Nothing here waits for a tier on behalf of a key that is in RAM (I5).
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
 from kvd.store.retention import Retention
 from kvd.store.room import Rooms
-from kvd.store.store import ABSENT, FROM_TIER, Store
+from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, Durability, Hit, Loaded, Want
-from kvd.tiers.tier import Receipt, Tier
+from kvd.tiers.fetch import NOTHING, Fetch, Known, Loading, Maker, Row, Source
+from kvd.tiers.policies import Asking, PrefetchPolicy, StorePolicy, TierState, Value
+from kvd.tiers.tier import IN_FLIGHT, TASKS, TIERS_MAX, Receipt, Tier
+from kvtools.errors import UsageError
 
 log = logging.getLogger("kvd.tiers")
 
 ERASE_ITEMS = 4096
 ASK_S = 2.0
 """How long a tier without an index in memory may take to answer a look-up, whatever the client's deadline."""
-LOAD_ITEMS = 32
-LOAD_BYTES = 16 << 20
-"""One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
-
-
-Known = Mapping[Identity, tuple[int, Hit]]
-"""What tiers answered that had to be asked: the number of the tier, and what it holds."""
-NOTHING: Known = {}
-
-
-@dataclass(slots=True)
-class Loading:
-    """A load under way; `void` once its key was deleted: what it brings must not become visible."""
-
-    done: "asyncio.Future[int]"
-    void: bool = False
-
-
-@dataclass(slots=True)
-class Fetch:
-    """What one request asked the tiers for. `slots` are pinned for it until `Tiering.let_go`."""
-
-    slots: dict[bytes, int] = field(default_factory=dict)
-    no_room: bytes | None = None
-    """The first key there was no room for."""
-    tasks: "list[asyncio.Future[int]]" = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    ended: bool = False
 
 
 class Tiering:
-    """All tiers of one daemon."""
+    """All tiers of one daemon. `in_flight`: requests that load from one tier at the same time."""
 
-    def __init__(self, store: Store, rooms: Rooms, *, promote: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rooms: Rooms,
+        *,
+        promote: bool = False,
+        policies: Asking | None = None,
+        in_flight: int = IN_FLIGHT,
+    ) -> None:
         self.store = store
         self.rooms = rooms
         self._turn = asyncio.Lock()
         """Whose turn it is to make room."""
         self.promote = promote
         """What a tier gives is also stored in those before it that lack it."""
+        self.policies = policies or Asking(StorePolicy(), PrefetchPolicy())
+        self.in_flight = in_flight
+        store.buffering = not self.policies.keeps
+        self._holders: dict[int, list[int]] = {}
+        """Which tiers took a value that may leave the arena once all have answered, by slot."""
         self.tiers: list[Tier] = []
         self._loading: dict[Identity, Loading] = {}
         self._clearing: list[bytes | None] = []
@@ -87,8 +75,10 @@ class Tiering:
 
     async def open(self, adapters: Iterable[Adapter]) -> None:
         """Open all adapters, in order. Raises what the first one that fails raises."""
-        for adapter in adapters:
-            tier = Tier(adapter, self.store, changed=self._progress)
+        for number, adapter in enumerate(adapters):
+            if number >= TIERS_MAX:
+                raise UsageError(f"more than {TIERS_MAX} tiers", hint="stripe directories with several --long-path")
+            tier = Tier(adapter, self.store, changed=self._progress, number=number, requests=self.in_flight, settled=self._settled)
             self.tiers.append(tier)
             adapter.attach(self.store.arena.view)
             await tier.open()
@@ -121,7 +111,8 @@ class Tiering:
     def _stored(self, slot: int, replaced: bool) -> None:
         store = self.store
         if store.index.klass_of[slot] >= Retention.SHORT:
-            for tier in self.tiers:
+            targets = self.tiers if self.policies.plain_store else self._targets(slot)
+            for tier in targets:
                 tier.write(slot, self._receipt)
         else:
             if self.tiers:
@@ -132,20 +123,57 @@ class Tiering:
         if self._loading and (loading := self._loading.get(store.identity_of(slot))):
             loading.void = True
 
+    def _targets(self, slot: int) -> list[Tier]:
+        """The tiers that the store policy sends a value to; the others forget what they hold under its key."""
+        value = self._value(slot)
+        chosen = self.policies.targets(value, [self._state(tier) for tier in self.tiers])
+        others = [tier for tier in self.tiers if tier.number not in chosen]
+        if others:
+            self._doom([value.identity], others)
+        if self._receipt is not None:
+            for _ in others if chosen else others[1:]:
+                self._receipt.skip()
+            if not chosen:
+                self._receipt.note(Durability.NONE)
+        return [tier for tier in self.tiers if tier.number in chosen]
+
+    def _state(self, tier: Tier) -> TierState:
+        return TierState(tier.number, tier.name, tier.adapter.type, tier.adapter.capabilities, not tier.broken)
+
+    def _value(self, slot: int) -> Value:
+        index = self.store.index
+        return Value(self.store.identity_of(slot), index.length_of[slot], Retention(index.klass_of[slot]), index.expires_of[slot])
+
+    def _settled(self, slot: int, number: int, took: bool) -> None:
+        """A tier has answered for a value; when all have, and one took it, the policy may send it out of the arena."""
+        if self.policies.keeps:
+            return
+        if took:
+            self._holders.setdefault(slot, []).append(number)
+        if self.store.index.dirty_of[slot]:
+            return
+        holders = self._holders.pop(slot, None)
+        key = self.store.index.keys[slot]
+        if holders and key is not None and self.policies.leaves(self._value(slot), holders):
+            self.store.let_go(slot, key)
+            self._room.set()
+
     def _removed(self, slot: int) -> None:
         """Called before a value is hidden. One that is still on its way must not arrive after all, and what a tier holds
 
         under its key from an earlier put is out of date: the erase is queued behind the write that may be under way.
         """
+        self._holders.pop(slot, None)
         for tier in self.tiers:
             if tier.untaken:
                 tier.untaken.discard(self.store.identity_of(slot))
-        if self.store.index.dirty_of[slot]:
+        if dirty := self.store.index.dirty_of[slot]:
             for tier in self.tiers:
-                tier.erase([self.store.identity_of(slot)])
+                if dirty >> tier.number & 1:  # what the others have taken is up to date
+                    tier.erase([self.store.identity_of(slot)])
 
-    def _doom(self, identities: list[Identity]) -> None:
-        for tier in self.tiers:
+    def _doom(self, identities: list[Identity], tiers: Sequence[Tier] | None = None) -> None:
+        for tier in self.tiers if tiers is None else tiers:
             if tier.adapter.capabilities.local_index:
                 held = [i for i, hit in zip(identities, tier.adapter.lookup(identities), strict=True) if hit]
                 if held:
@@ -279,7 +307,15 @@ class Tiering:
         return [i in where for i in range(len(identities))]
 
     async def fetch(
-        self, namespace: bytes, keys: list[bytes], deadline_s: float, fetch: Fetch | None = None, known: Known = NOTHING
+        self,
+        namespace: bytes,
+        keys: list[bytes],
+        deadline_s: float,
+        fetch: Fetch | None = None,
+        known: Known = NOTHING,
+        *,
+        client: object = None,
+        stays: bool = False,
     ) -> Fetch | None:
         """Start loading what tiers hold of these keys (which the arena lacks), in `fetch` or a new one.
 
@@ -293,13 +329,15 @@ class Tiering:
         where = self.locate(identities, known)
         if not where:
             return fetch
-        fetch = fetch or Fetch()
+        if not self.policies.plain_source:
+            self._choose_sources(identities, where, known)
+        fetch = fetch or Fetch(client, stays)
         first = {key: i for i, key in reversed(list(enumerate(keys))) if i in where}
         batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
         for i in sorted(first.values()):
             number, hit = where[i]
             batches.setdefault(number, []).append((keys[i], identities[i], hit))
-        maker = _Maker(self, fetch, namespace, known, deadline_s, stale=self._turn.locked())
+        maker = Maker(self, fetch, namespace, known, deadline_s, stale=self._turn.locked())
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._turn.acquire()
@@ -316,6 +354,20 @@ class Tiering:
         finally:
             self._turn.release()
         return fetch
+
+    def _choose_sources(self, identities: Sequence[Identity], where: dict[int, tuple[int, Hit]], known: Known) -> None:
+        """Where several tiers have a value, let the policy say which of them loads it."""
+        places = list(where)
+        found = [dict(zip(places, tier.has([identities[i] for i in places]), strict=True)) for tier in self.tiers]
+        for i in places:
+            holders = {number: hit for number, hits in enumerate(found) if (hit := hits[i]) is not None}
+            if identities[i] in known:
+                holders.setdefault(*known[identities[i]])
+            if len(holders) > 1:
+                hit = where[i][1]
+                value = Value(identities[i], hit.length, hit.retention, hit.expires_ns)
+                number = self.policies.source(value, sorted(holders))
+                where[i] = number, holders[number]
 
     def locate(self, identities: Sequence[Identity], known: Known = NOTHING) -> dict[int, tuple[int, Hit]]:
         """Position -> (number of the first tier that has it, what it knows of it); those that need no asking first."""
@@ -342,16 +394,27 @@ class Tiering:
                     del where[i]
         return where
 
-    def spawn(self, fetch: Fetch, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]]) -> None:
-        """Load a share, whose room was made, for this fetch and whoever joins."""
+    def spawn(self, fetch: Fetch, tier: Tier, namespace: bytes, share: list[Row]) -> None:
+        """Load a share, whose room was made, when its turn has come, for this fetch and whoever joins.
+
+        Elsewhere, when the tier stops working before.
+        """
+        size = sum(hit.length for _, _, hit, _ in share)
         loop = asyncio.get_running_loop()
         entries = []
         for key, identity, _, _ in share:
             loading = self._loading[identity] = Loading(loop.create_future())
             entries.append(loading)
             self._join(fetch, key, loading)
-        task = loop.create_task(self._load(tier, namespace, share, entries))
-        task.add_done_callback(_log_failure)
+
+        def begin(*, elsewhere: bool = False) -> None:
+            task = loop.create_task(self._load(tier, namespace, share, entries, elsewhere=elsewhere))
+            task.add_done_callback(_log_failure)
+            if not elsewhere:
+                task.add_done_callback(lambda _: tier.turns.done(fetch, size))
+
+        tier.turns.submit(fetch, fetch.client, size, begin, partial(begin, elsewhere=True))
+        tier.turns.go()
 
     def join(self, fetch: Fetch, key: bytes, identity: Identity) -> bool:
         """Wait along for a load of this that is under way; False when there is none."""
@@ -365,6 +428,7 @@ class Tiering:
         """When that load is done, pin what it brought for this fetch."""
         fetch.keys.append(key)
         fetch.tasks.append(loading.done)
+        loading.fetches.append(fetch)
 
         def arrived(done: "asyncio.Future[int]") -> None:
             slot = done.result()
@@ -375,17 +439,27 @@ class Tiering:
         loading.done.add_done_callback(arrived)
 
     async def _load(
-        self, tier: Tier, namespace: bytes, share: list[tuple[bytes, Identity, Hit, int]], entries: list[Loading]
+        self, tier: Tier, namespace: bytes, share: list[Row], entries: list[Loading], *, elsewhere: bool = False
     ) -> None:
         store = self.store
-        sources = await self._read(tier, share)
+        # While it waited for its turn, everybody who wanted a value may have gone: only the others are worth reading.
+        wanted = [i for i, loading in enumerate(entries) if not loading.void and any(not fetch.ended for fetch in loading.fetches)]
+        task = next(TASKS)
+        log.debug("Submitted load task %d to adapter %d (%s) with %d keys.", task, tier.number, tier.name, len(wanted))
+        sources: list[Source | None] = [None] * len(share)
+        for i, source in zip(wanted, await self._read(tier, [share[i] for i in wanted], elsewhere=elsewhere), strict=True):
+            sources[i] = source
+        loaded = len(sources) - sources.count(None)
+        log.debug("Load task %d completed: adapter %d (%s), %d of %d keys.", task, tier.number, tier.name, loaded, len(wanted))
         raised: dict[int, list[int]] = {}  # number of the tier that gave it -> slots
         for (key, identity, hit, offset), loading, source in zip(share, entries, sources, strict=True):
             slot = ABSENT
             if source is not None and not loading.void:
                 number, found = source
                 store.arena.zero_slack(offset, hit.length)
-                slot = store.admit(namespace, key, offset, hit.length, found.retention, found.expires_ns)
+                value = Value(identity, hit.length, found.retention, found.expires_ns)
+                stays = any(fetch.stays for fetch in loading.fetches) or self.policies.stays(value, number)
+                slot = store.admit(namespace, key, offset, hit.length, found.retention, found.expires_ns, temporary=not stays)
                 if slot:
                     raised.setdefault(number, []).append(slot)
             else:
@@ -417,15 +491,15 @@ class Tiering:
                 if hit is None and key is not None and index.keys[slot] is key:  # else it has gone from the arena meanwhile
                     tier.copy(slot)
 
-    async def _read(self, first: Tier, share: list[tuple[bytes, Identity, Hit, int]]) -> list[tuple[int, Hit] | None]:
+    async def _read(self, first: Tier, share: list[Row], *, elsewhere: bool = False) -> "list[Source | None]":
         """Fill the room of each value from `first`, and what that has lost or damaged from the other tiers, in order.
 
-        Answers which tier gave each value, and what it knows of it; None where none gave it.
+        `elsewhere`: from the others alone. Answers which tier gave each value, and what it knows of it; None where none did.
         """
         arena = self.store.arena
-        sources: list[tuple[int, Hit] | None] = [None] * len(share)
+        sources: list[Source | None] = [None] * len(share)
         hits = {i: hit for i, (_, _, hit, _) in enumerate(share)}
-        for tier in [first, *(tier for tier in self.tiers if tier is not first)]:
+        for tier in [*([] if elsewhere else [first]), *(tier for tier in self.tiers if tier is not first)]:
             if tier is not first:
                 found = await tier.ask([share[i][1] for i in hits], asyncio.get_running_loop().time() + ASK_S)
                 hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
@@ -435,7 +509,7 @@ class Tiering:
             results = await tier.load([Want(i, arena.slice(o, n), arena.padded(o, n), note) for i, o, n, note in places])
             for (i, hit), result in zip(hits.items(), results, strict=True):
                 if result is Loaded.OK:
-                    sources[i] = (self.tiers.index(tier), hit)
+                    sources[i] = tier.number, hit
                 elif result is Loaded.CORRUPT:
                     self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
             hits = {i: hit for i, (_, _, hit, _) in enumerate(share) if sources[i] is None}
@@ -458,73 +532,6 @@ class Tiering:
         if fetch.slots:
             self.store.unpin(np.array(list(fetch.slots.values()), dtype=np.int64))
             fetch.slots.clear()
-
-
-class _Maker:
-    """Makes room for one fetch and hands shares to threads, in key order.
-
-    `stale`: others have had their turn since the keys were looked for, so each is looked for again: it may have been
-    deleted, put, or be on its way up for somebody else.
-    """
-
-    def __init__(self, tiering: Tiering, fetch: Fetch, namespace: bytes, known: Known, deadline_s: float, *, stale: bool) -> None:
-        self.tiering = tiering
-        self.store = tiering.store
-        self.fetch = fetch
-        self.namespace = namespace
-        self.known = known
-        self.deadline_s = deadline_s
-        self.stale = stale
-
-    async def start(self, number: int, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
-        """Load these from that tier; False when room ran out (`Fetch.no_room`)."""
-        tier = self.tiering.tiers[number]
-        share: list[tuple[bytes, Identity, Hit, int]] = []
-        size = 0
-
-        def spawn() -> None:
-            nonlocal share, size
-            if share:
-                self.tiering.spawn(self.fetch, tier, self.namespace, share)
-            share, size = [], 0
-
-        try:
-            for key, identity, hit in rows:
-                if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
-                    continue
-                if self._needless(number, key, identity, hit):
-                    continue
-                offset = self.store.make_room(hit.length, FROM_TIER)
-                if offset is None:
-                    spawn()  # what has room need not wait for what has none yet
-                    self.stale = True
-                    offset = await self.tiering.rooms.make(hit.length, self.deadline_s, FROM_TIER)
-                    if offset is None:
-                        self.fetch.no_room = key
-                        return False
-                    if self._needless(number, key, identity, hit):
-                        self.store.give_back(offset, hit.length)
-                        continue
-                share.append((key, identity, hit, offset))
-                size += hit.length
-                if len(share) >= LOAD_ITEMS or size >= LOAD_BYTES:
-                    spawn()
-        finally:
-            spawn()
-        return True
-
-    def _needless(self, number: int, key: bytes, identity: Identity, hit: Hit) -> bool:
-        """Whether this needs no room (any more): it is on its way up, has come into RAM, or has left its tier."""
-        if self.tiering.join(self.fetch, key, identity):
-            return True
-        if not self.stale:
-            return False
-        slots = self.store.find(self.namespace, [key])
-        if slots[0] != ABSENT:
-            self.store.index.pin(slots)
-            self.fetch.slots[key] = int(slots[0])
-            return True
-        return self.tiering.locate([identity], self.known).get(0) != (number, hit)
 
 
 def _held(adapter: Adapter, namespace: bytes | None) -> list[Identity]:

@@ -200,6 +200,8 @@ class Adapter(ABC):
 
     type: str = ""
     capabilities = Capabilities()
+    prefetch_max_bytes: int = 256 << 20
+    """Bytes that are loaded from it at once, at most."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -87,7 +87,7 @@ class Kind:
             )
 
 
-COMMON = ("type", "name", "eviction", "serde", "serde_buffer_bytes")
+COMMON = ("type", "name", "eviction", "serde", "serde_buffer_bytes", "prefetch_max_bytes")
 
 
 def read_fields(kind: Kind, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,11 +253,13 @@ EVICTION = (
     Field("trigger_watermark", number(0.0, 1.0), 0.8, help="share of max_bytes above which room is made"),
     Field("eviction_ratio", number(0.0, 1.0), 0.2, help="share of the bytes held that is dropped then"),
 )
+PREFETCH_FIELDS = (Field("prefetch_max_bytes", size(1), 256 << 20, help="bytes that are loaded from it at once"),)
 SERDE_FIELDS = (Field("serde_buffer_bytes", size(1 << 20), 64 << 20, help="memory for the work of `serde`, half each way"),)
 MAX_BYTES = Field("max_bytes", size(4096), 32 << 30, help="bytes of storage it may take, such as 100GiB")
 
 __all__ = [
     "MAX_BYTES",
+    "PREFETCH_FIELDS",
     "SERDE_FIELDS",
     "Eviction",
     "Field",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Capabilities, Durability
 from kvd.tiers.adapters.kind import (
     MAX_BYTES,
+    PREFETCH_FIELDS,
     SERDE_FIELDS,
     Field,
     Kind,
@@ -131,12 +132,15 @@ def make(kind: Kind, name: str, spec: Mapping[str, Any]) -> Adapter:
         values["eviction"] = read_eviction(kind, name, spec["eviction"])
     kind.check_library(name)
     chain, buffer_bytes = _serde(kind, name, spec)
+    given = {one.name: spec[one.name] for one in PREFETCH_FIELDS if one.name in spec}
+    limits = read_values(f"adapter {name} ({kind.type})", PREFETCH_FIELDS, given, ())
     adapter = kind.make(name, values)
-    if chain is None:
-        return adapter
-    from kvd.tiers.serde.adapter import SerdeAdapter
+    if chain is not None:
+        from kvd.tiers.serde.adapter import SerdeAdapter
 
-    return SerdeAdapter(adapter, chain, buffer_bytes)
+        adapter = SerdeAdapter(adapter, chain, buffer_bytes)
+    adapter.prefetch_max_bytes = limits["prefetch_max_bytes"]
+    return adapter
 
 
 def _serde(kind: Kind, name: str, spec: Mapping[str, Any]) -> "tuple[Chain | None, int]":
