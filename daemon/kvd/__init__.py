@@ -6,6 +6,7 @@
         kv.get(key)
 
 app         kvd's commands, their flags
+options     those of kvd serve
 commands    what they do
 engine_commands  those about an engine: is it working, why is this prompt not found
 engines     asking an engine's own server, and telling what it is

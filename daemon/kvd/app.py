@@ -9,15 +9,9 @@ from typing import Annotated
 
 import typer
 
+from kvd import options as o
+from kvd.options import path_of
 from kvtools.cli import JsonOption, new_app
-
-
-def path_of(text: str) -> Path:
-    """A path from the command line. Empty is an unset variable more often than it is the current directory."""
-    if not text:
-        raise typer.BadParameter("an empty path names nothing")
-    return Path(text)
-
 
 app = new_app("The KV offload daemon: serve it, look into it, empty it.", no_args_is_help=True)
 
@@ -41,123 +35,45 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 @app.command()
 def serve(
     socket: SocketOption = None,
-    max_bytes: Annotated[
-        str | None, typer.Option("--max-bytes", metavar="SIZE", help="Size of the arena in RAM [default: 8G].")
-    ] = None,
-    l1_size_gb: Annotated[float | None, typer.Option("--l1-size-gb", metavar="N", help="The same in GiB.")] = None,
-    long_path: Annotated[
-        list[Path] | None,
-        typer.Option("--long-path", parser=path_of, metavar="DIR", help="Directory of the disk tier (repeatable: striped)."),
-    ] = None,
-    long_bytes: Annotated[
-        str | None, typer.Option("--long-bytes", metavar="SIZE", help="Size of the disk tier [default: 32G].")
-    ] = None,
-    durability: Annotated[
-        str | None, typer.Option("--durability", metavar="WORD", help="none, group or fsync: what a stored value survives.")
-    ] = None,
-    long_backend: Annotated[
-        str | None, typer.Option("--long-backend", metavar="WORD", help="mooncake or lmcache: a pool that several hosts share.")
-    ] = None,
-    long_config: Annotated[
-        Path | None,
-        typer.Option("--long-config", parser=path_of, metavar="FILE", help="Its settings, in YAML or JSON."),
-    ] = None,
-    l2_adapter: Annotated[
-        list[str] | None,
-        typer.Option("--l2-adapter", metavar="JSON", help="One more tier: JSON or @FILE (repeatable, in order)."),
-    ] = None,
-    promote: Annotated[
-        bool | None, typer.Option("--promote/--no-promote", help="Store what a tier gives in those before it that lack it.")
-    ] = None,
-    socket_mode: Annotated[
-        str | None, typer.Option("--socket-mode", metavar="OCTAL", help="Mode of the socket file [default: 0600].")
-    ] = None,
-    socket_group: Annotated[str | None, typer.Option("--socket-group", metavar="GROUP", help="Group of the socket file.")] = None,
-    allow_uid: Annotated[
-        list[str] | None, typer.Option("--allow-uid", metavar="UID", help="Let this user connect (repeatable).")
-    ] = None,
-    allow_gid: Annotated[
-        list[str] | None, typer.Option("--allow-gid", metavar="GID", help="Let this group connect (repeatable).")
-    ] = None,
-    hugepages: Annotated[bool | None, typer.Option("--hugepages/--no-hugepages", help="Ask for 2 MiB pages.")] = None,
-    mlock: Annotated[bool | None, typer.Option("--mlock/--no-mlock", help="Keep the arena from being swapped out.")] = None,
-    numa_node: Annotated[
-        str | None, typer.Option("--numa-node", metavar="N", help="Take the arena's pages from this NUMA node where it has any.")
-    ] = None,
-    eviction_policy: Annotated[
-        str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, S3FIFO, or noop: a full arena refuses.")
-    ] = None,
-    eviction_trigger_watermark: Annotated[
-        str | None,
-        typer.Option("--eviction-trigger-watermark", metavar="SHARE", help="Evict above this share of the arena already."),
-    ] = None,
-    eviction_ratio: Annotated[
-        str | None, typer.Option("--eviction-ratio", metavar="SHARE", help="And then this share of the bytes used.")
-    ] = None,
-    l2_store_policy: Annotated[
-        str | None, typer.Option("--l2-store-policy", metavar="NAME", help="default, skip_l1, or one of yours: what goes down.")
-    ] = None,
-    l2_prefetch_policy: Annotated[
-        str | None, typer.Option("--l2-prefetch-policy", metavar="NAME", help="default, retain, or one of yours: what comes up.")
-    ] = None,
-    l2_prefetch_max_in_flight: Annotated[
-        str | None,
-        typer.Option("--l2-prefetch-max-in-flight", metavar="N", help="Requests loading from a tier at once [8]."),
-    ] = None,
-    drain_timeout: Annotated[
-        str | None, typer.Option("--drain-timeout", metavar="TIME", help="For pending writes when stopping [default: 20s].")
-    ] = None,
-    log_level: Annotated[str | None, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")] = None,
-    log_format: Annotated[
-        str | None, typer.Option("--log-format", metavar="WORD", help="text, or json: one object a line.")
-    ] = None,
-    metrics_port: Annotated[
-        str | None, typer.Option("--metrics-port", metavar="PORT", help="Serve /metrics, /healthz and /readyz there.")
-    ] = None,
-    metrics_host: Annotated[
-        str | None, typer.Option("--metrics-host", metavar="ADDRESS", help="On this address [default: 127.0.0.1].")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", parser=path_of, metavar="FILE", help="Settings in TOML, named as the flags.")
-    ] = None,
-    show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print each setting and where it came from, and exit.")
-    ] = False,
+    max_bytes: o.MaxBytes = None,
+    l1_size_gb: o.L1SizeGb = None,
+    long_path: o.LongPath = None,
+    long_bytes: o.LongBytes = None,
+    durability: o.Durability = None,
+    long_backend: o.LongBackend = None,
+    long_config: o.LongConfig = None,
+    l2_adapter: o.L2Adapter = None,
+    promote: o.Promote = None,
+    socket_mode: o.SocketMode = None,
+    socket_group: o.SocketGroup = None,
+    allow_uid: o.AllowUid = None,
+    allow_gid: o.AllowGid = None,
+    hugepages: o.Hugepages = None,
+    mlock: o.Mlock = None,
+    numa_node: o.NumaNode = None,
+    eviction_policy: o.EvictionPolicy = None,
+    eviction_trigger_watermark: o.EvictionTriggerWatermark = None,
+    eviction_ratio: o.EvictionRatio = None,
+    l2_store_policy: o.L2StorePolicy = None,
+    l2_prefetch_policy: o.L2PrefetchPolicy = None,
+    l2_prefetch_max_in_flight: o.L2PrefetchMaxInFlight = None,
+    drain_timeout: o.DrainTimeout = None,
+    log_level: o.LogLevel = None,
+    log_format: o.LogFormat = None,
+    metrics_port: o.MetricsPort = None,
+    metrics_host: o.MetricsHost = None,
+    config: o.Config = None,
+    show_config: o.ShowConfig = False,
 ) -> None:
     """Run the daemon in the foreground until SIGTERM."""
+    given = {name: value for name, value in locals().items() if name not in ("config", "show_config", "l1_size_gb") and value != []}
     from kvd.service import settings
     from kvd.tiers.adapters import registry
 
-    flags = {
-        "socket": socket,
-        "max_bytes": max_bytes if l1_size_gb is None else settings.gib(l1_size_gb, max_bytes),
-        "long_path": long_path or None,
-        "long_bytes": long_bytes,
-        "durability": durability,
-        "long_backend": long_backend,
-        "long_config": long_config,
-        "promote": promote,
-        "l2_adapter": [registry.parse_spec(one) for one in l2_adapter or ()] or None,
-        "socket_mode": socket_mode,
-        "socket_group": socket_group,
-        "allow_uid": allow_uid or None,
-        "allow_gid": allow_gid or None,
-        "hugepages": hugepages,
-        "mlock": mlock,
-        "numa_node": numa_node,
-        "eviction_policy": eviction_policy,
-        "eviction_trigger_watermark": eviction_trigger_watermark,
-        "eviction_ratio": eviction_ratio,
-        "l2_store_policy": l2_store_policy,
-        "l2_prefetch_policy": l2_prefetch_policy,
-        "l2_prefetch_max_in_flight": l2_prefetch_max_in_flight,
-        "drain_timeout": drain_timeout,
-        "log_level": log_level,
-        "log_format": log_format,
-        "metrics_port": metrics_port,
-        "metrics_host": metrics_host,
-    }
-    settings.serve(flags, config=config, show_config=show_config)
+    # Every other parameter is the setting of its name.
+    given["max_bytes"] = max_bytes if l1_size_gb is None else settings.gib(l1_size_gb, max_bytes)
+    given["l2_adapter"] = [registry.parse_spec(one) for one in l2_adapter or ()] or None
+    settings.serve(given, config=config, show_config=show_config)
 
 
 @app.command()
