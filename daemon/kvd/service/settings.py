@@ -176,7 +176,9 @@ SETTINGS = (
 )
 
 
-LIVE = frozenset({"allow_uid", "allow_gid", "drain_timeout", "eviction_policy", "log_level"})
+LIVE = frozenset(
+    {"allow_uid", "allow_gid", "drain_timeout", "eviction_policy", "eviction_trigger_watermark", "eviction_ratio", "log_level"}
+)
 """Settings that SIGHUP takes over; the others wait for a restart."""
 
 
@@ -242,6 +244,8 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
         logging.getLogger().setLevel(fresh["log_level"].value)
         now, then = ({s.name: _shown(one[s.name].value, s.name) for s in SETTINGS} for one in (fresh, settings))
         options.waiting = sorted(name for name in now if now[name] != then[name] and name not in LIVE)
+        if "S3FIFO" in (was := {now["eviction_policy"], then["eviction_policy"]}) and len(was) > 1:
+            options.waiting.append("eviction_policy")  # the order of what is there cannot be made up afterwards
         return options
 
     options.reload = again
