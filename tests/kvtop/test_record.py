@@ -29,6 +29,7 @@ from kvtop.record import (
     flatten,
     rebuild,
 )
+from kvtop.settings import load as load_settings
 from kvtop.snapshot import Process, Snapshot
 from tests.kvtop import scenes
 
@@ -300,3 +301,32 @@ def test_fields_of_the_future_are_passed_over_and_missing_ones_have_defaults(tmp
     snapshot = recording.at(0)
     assert (snapshot.segments[0].used_bytes, snapshot.segments[0].owner, snapshot.gpus) == (2, "unknown", ())
     recording.close()
+
+
+def test_what_is_no_file_is_neither_read_nor_written_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    fifo, folder, circle = tmp_path / "fifo", tmp_path / "folder", tmp_path / "circle"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    circle.symlink_to(circle.name)
+    for path in (fifo, folder, Path("/dev/null")):
+        with pytest.raises(UsageError, match="is no file, and so no recording"):
+            Recording(path)
+    with pytest.raises(KvError, match="Too many levels of symbolic links"):
+        Recording(circle)
+    for path in (fifo, Path("/dev/null")):
+        with pytest.raises(UsageError, match="is no file"):
+            Writer(path)
+
+
+def test_a_configuration_that_is_none_is_one_line(tmp_path: Path) -> None:
+    for name, text, words in (
+        ("deep", b"a: " + b"[" * 20_000, "recursion"),
+        ("binary", bytes(range(128, 256)), "codec can't decode"),
+        ("long", b"#" * (2 << 20), "larger than 1 MiB"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(text)
+        with pytest.raises(UsageError, match=words) as caught:
+            load_settings({}, {"KVTOP_CONFIG": str(path)})
+        assert str(path) in caught.value.message
+        assert "\n" not in caught.value.message

@@ -13,6 +13,7 @@ caller stops recording and says so. Concurrency: a Writer and a Recording belong
 
 import math
 import os
+import stat
 import struct
 import zlib
 from bisect import bisect_right
@@ -70,6 +71,8 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self.path, flags, 0o600)
         try:
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise UsageError(f"{self.path} is no file", hint="name a file to record to")
             flock(self._fd, fcntl.LOCK_EX, what=f"recording {self.path}", timeout_s=0.0)
             self._size = os.fstat(self._fd).st_size
             if self._size == 0:
@@ -258,10 +261,15 @@ class Recording:
 
     def _index(self, path: Path) -> None:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK a FIFO would wait here for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             raise NotFound(f"no recording {path}", hint="kvtop --record FILE makes one") from None
+        except OSError as error:
+            raise KvError(f"cannot read recording {path}: {error.strerror}") from None
         self._files.append(fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise UsageError(f"{path} is no file, and so no recording of kvtop", hint="kvtop --record FILE makes one")
         head = os.pread(fd, FILE_HEADER.size, 0)
         if len(head) < FILE_HEADER.size or not head.startswith(MAGIC):
             raise UsageError(f"{path} is not a recording of kvtop", hint="kvtop --record FILE makes one")

@@ -87,20 +87,27 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     return resolve(SETTINGS, flags=flags, file=body, file_name=str(path), environ=environ)
 
 
+MAX_BYTES = 1 << 20
+
+
 def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode()
     except FileNotFoundError:
         if must_exist:
             raise UsageError(f"configuration {path} does not exist", hint="it was named by KVTOP_CONFIG") from None
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"configuration {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"configuration {path} is larger than 1 MiB", hint="this is not a configuration of kvtop")
     import yaml
 
     try:
         body = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"configuration {path}: {str(error).splitlines()[0]}", hint="it must be YAML") from None
     if not isinstance(body, dict):
         raise UsageError(f"configuration {path}: not a list of settings", hint="write lines such as 'refresh: 2s'")
