@@ -5,7 +5,7 @@ Nothing is answered before recovery is done, and the socket does not exist befor
 
 Stop (SIGTERM, SIGINT, or `kvd drain`): take no new writes, push what is on its way to the tiers until the drain deadline,
 let the tiers write what makes the next start quick, remove socket and stats segment. A second signal stops at once: that
-is safe too, the next start recovers.
+is safe too, the next start recovers. Told during recovery, the daemon ends when that is done, and serves nobody.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,11 @@ class Daemon:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._signalled, number)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
-            await self.tiering.open(options.adapters)
+            await self._unless_told_twice(self.tiering.open(options.adapters))
+            if self._stopping.is_set():
+                log.info("told to stop while recovering: nobody was served")
+                await self._stop()
+                return
             table = stats.Table(self.store, self.tiering, self.server, self.operations)
             self._publisher = stats.Publisher(table, instance, root=options.shm)
             await self._open_window()
@@ -165,16 +169,19 @@ class Daemon:
         notify("STOPPING=1")
         log.info("stopping: no new writes, %.0f s for what is on its way to tiers", self.options.drain_s)
         self.store.draining = True
-        closing = asyncio.create_task(self.tiering.close(self.options.drain_s))
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
-        if not closing.done():
-            log.warning("told twice: stopping at once")
-            closing.cancel()
-            os._exit(1)
-        hurry.cancel()
+        await self._unless_told_twice(self.tiering.close(self.options.drain_s))
         self._stopped = True
         self.tiering.tiers.clear()
+
+    async def _unless_told_twice(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what may take long; the second signal ends the process at once, whatever thread is inside a tier's call."""
+        working, hurry = asyncio.create_task(work), asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([working, hurry], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            log.warning("told twice: stopping at once")
+            os._exit(1)
+        hurry.cancel()
+        await working
 
     def _signalled(self, number: int) -> None:
         if self._stopping.is_set():

@@ -187,6 +187,60 @@ class TestWedged:
         assert process.returncode == 1
 
 
+RECOVERING = """
+import logging, sys
+from pathlib import Path
+from kvd.service.daemon import Options
+from kvd.service.settings import run
+from tests.kvd.tiers.ram_tier import RamTier
+class Slow(RamTier):
+    def open(self):
+        print("recovering", flush=True)
+        sys.stdin.readline()
+logging.basicConfig(level="INFO")
+run(Options(Path(sys.argv[1]), 4 << 20, [Slow()]))
+"""
+
+
+class TestRecovering:
+    """A tier whose recovery takes as long as the test likes."""
+
+    @pytest.fixture
+    def process(self, kvd_daemon: MakeDaemon) -> Iterator["subprocess.Popen[str]"]:
+        host = kvd_daemon(max_bytes="4MiB", start=False)
+        process = subprocess.Popen(
+            [sys.executable, "-c", RECOVERING, str(host.socket)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "daemon")))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "recovering\n"
+        yield process
+        process.kill()
+        if process.stdin is not None and not process.stdin.closed:
+            process.communicate(timeout=10)
+
+    def test_a_second_sigterm_ends_it_now(self, process: "subprocess.Popen[str]") -> None:
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "SIGTERM" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 1
+        assert "told twice" in process.stderr.read()
+
+    def test_one_sigterm_ends_it_when_recovery_is_done(self, process: "subprocess.Popen[str]") -> None:
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "SIGTERM" in process.stderr.readline()
+        assert process.poll() is None
+        _, log = process.communicate("go on\n", timeout=20)
+        assert process.returncode == 0, log
+        assert "nobody was served" in log
+
+
 def test_stopping_under_load_loses_no_acknowledged_value(kvd_daemon: MakeDaemon) -> None:
     """Clients never stop putting; SIGTERM comes; every put that was answered as stored is there after the restart."""
     daemon = kvd_daemon(max_bytes="64MiB", tier="512MiB")
