@@ -20,6 +20,7 @@ MAX_WHY = 1 << 16
 """Keys times namespaces of one `Why`: its answer must fit a frame."""
 MAX_WHY_TEXT = 200
 _NAMES = f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}"
+_KEY_LENGTHS = {KEY_BYTES}
 _BATCH = f"at most {p.MAX_BATCH} keys in one request"
 
 
@@ -38,7 +39,7 @@ def _keys(m: Any) -> str:
 def _written(m: p.Commit | p.PutInline | p.DirectReserve) -> str:
     if why := _keys(m):
         return why
-    if any(len(key) != KEY_BYTES for key in m.keys):
+    if m.keys and set(map(len, m.keys)) != _KEY_LENGTHS:
         return _NAMES
     if not 0 <= m.expires_ns <= LATEST:
         return f"an expiry is 0 to {LATEST} ns"
@@ -50,7 +51,7 @@ def _commit(m: p.Commit) -> str:
         return why
     if not len(m.keys) == len(m.serials) == len(m.lengths):
         return "keys, serials and lengths differ in number"
-    if len(m.ahead) > p.MAX_BATCH or any(size < 0 for size in (*m.lengths, *m.ahead)):
+    if len(m.ahead) > p.MAX_BATCH or min(m.lengths, default=0) < 0 or min(m.ahead, default=0) < 0:
         return "a length is negative, or there are too many"
     return ""
 

@@ -20,7 +20,7 @@ from kvd.service.faults import fault
 from kvd.service.gather import Gathering
 from kvd.service.histogram import OPERATION_BOUNDS_S, Histogram
 from kvd.service.server import Connection
-from kvd.service.writing import Writing
+from kvd.service.writing import CLOGGED, Writing
 from kvd.store.extents import PAGE
 from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
@@ -373,6 +373,8 @@ class Operations:
         identities = [m.namespace + key for key in keys]
         # Only for the count: what is not in RAM is asked for, briefly, before it is gone.
         known = await self._ask([m.namespace], keys, asyncio.get_running_loop().time() + ASK_BEFORE_DELETE_S)
+        if self.tiering.clogged:
+            return p.Failed(m.id, "busy", CLOGGED)
         held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has(identities, known), dtype=bool)
         self.store.delete(m.namespace, keys, pid=pid)
         await self.tiering.delete(identities)

@@ -22,6 +22,8 @@ OWN_S = 2.0
 STEP = 512
 """Values stored in one go, at most."""
 
+CLOGGED = "a tier that does not work has too many deletes waiting for it"
+
 Result = p.Answer | Awaitable[p.Answer] | None
 
 
@@ -98,10 +100,12 @@ class Writing:
         begin = len(reasons)
         some = slice(begin, begin + STEP)
         rows = zip(m.serials[some], m.keys[some], m.lengths[some], strict=True)
+        if receipt is None:
+            reasons += self.store.commit(link.holder, m.namespace, rows, Retention(m.retention), m.expires_ns)
+            return
         with self.tiering.noting(receipt):
             reasons += self.store.commit(link.holder, m.namespace, rows, Retention(m.retention), m.expires_ns)
-        if receipt is not None:
-            self.tiering.not_stored(receipt, sum(map(bool, reasons[begin:])))
+        self.tiering.not_stored(receipt, sum(map(bool, reasons[begin:])))
 
     def _committed(self, link: Connection, m: p.Commit, reasons: list[str]) -> p.Committed:
         store = self.store
@@ -173,6 +177,8 @@ class Writing:
             return p.Failed(m.id, "read_only", "this connection did not ask to write")
         if self.store.draining:
             return p.Failed(m.id, self.store.counts.reject("draining"), "the daemon takes no new writes")
+        if self.tiering.clogged:
+            return p.Failed(m.id, self.store.counts.reject("busy"), CLOGGED)
         return None
 
 

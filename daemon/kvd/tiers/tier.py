@@ -58,6 +58,8 @@ CLOSE_S = 2.0
 """An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
 STUCK_S = 10.0
+DOOMED_MAX = 1 << 18
+"""Identities that may wait to be deleted: a tier without an index is told of every delete, held or not, and may be away long."""
 
 
 class Receipt:
@@ -281,6 +283,11 @@ class Tier:
             else:
                 log.warning("tier %s: goes on", self.name)
             self._changed()
+
+    @property
+    def clogged(self) -> bool:
+        """So many deletes wait for it that no more are taken, nor puts that would mean one."""
+        return len(self.doomed) >= DOOMED_MAX
 
     @property
     def busy(self) -> bool:

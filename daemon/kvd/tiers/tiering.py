@@ -190,6 +190,11 @@ class Tiering:
         for tier in self.tiers:
             tier.look()
 
+    @property
+    def clogged(self) -> bool:
+        """Whether some tier has more deletes waiting than it may have: no more changes are taken."""
+        return any(tier.clogged for tier in self.tiers)
+
     def pending(self) -> bool:
         """Whether values are on their way to a tier that works: room may come of it."""
         return any(tier.busy and not tier.broken for tier in self.tiers)
@@ -229,12 +234,15 @@ class Tiering:
         held: set[Identity] = set()
         receipts = []
         for tier in self.tiers:
-            found = [i for i, hit in zip(identities, tier.has(identities), strict=True) if hit]
-            held.update(found)
-            if not tier.adapter.capabilities.local_index:
-                found = identities
+            found = identities
+            if tier.adapter.capabilities.local_index:
+                # Its own index, not `has`: that is empty while the tier is out of order, and what it holds would come back.
+                found = [i for i, hit in zip(identities, tier.adapter.lookup(identities), strict=True) if hit]
+                held.update(i for i in found if i not in tier.doomed)
             if found:
-                receipts.append(tier.erase(found).done)
+                receipt = tier.erase(found)
+                if not tier.broken:
+                    receipts.append(receipt.done)
         for identity in identities:
             if loading := self._loading.get(identity):
                 loading.void = True

@@ -244,7 +244,9 @@ class Client:
         """A copy of the value, or None."""
         request = p.Lease(0, self._space(namespace), [check_key(key)], int(self.timeout_s * 900), p.INLINE_BYTES, HOLD_MS)
         try:
-            return self._again(lambda link: _get_one(link, request))
+            return _get_one(self.connect(), request)
+        except Disconnected:  # found again, or Unavailable
+            return self.get_many([key], namespace=namespace)[0]
         except LeaseLost:
             return self.get_many([key], namespace=namespace)[0]
 
@@ -462,9 +464,11 @@ def _get_one(link: Connection, request: p.Lease) -> bytes | None:
     offset = int.from_bytes(answer.offsets, "little")
     if offset == p.MISSING:
         return None
-    value = link.mapping.copy_out(offset, int.from_bytes(answer.lengths, "little"))
-    pinned = time.monotonic() < asked + HOLD_MS / 1000 and link.alive()
-    link.release_soon(answer.lease)
+    length = int.from_bytes(answer.lengths, "little")
+    value = link.mapping.copy_out(offset, length)
+    now = time.monotonic()
+    pinned = now < asked + HOLD_MS / 1000 and link.alive()
+    link.release_soon(answer.lease, length, now)
     if not pinned:
         raise LeaseLost("the lease ended while its bytes were being read")
     return value

@@ -26,6 +26,9 @@ from kvd.wire.mapping import Mapping
 
 _RECEIVE = 256 << 10
 _RELEASES = 16
+_RELEASE_S = 0.1
+_RELEASE_BYTES = 1 << 20
+"""Brief leases go back with the next request when there are so many, the first is so old, or one holds so much."""
 GREETING_S = 5.0
 """The handshake gets this long at most, however patient the client is with its requests."""
 _TIMEVAL = struct.Struct("qq")
@@ -90,25 +93,27 @@ class Connection:
         self._read_by_someone = False
         self._next_id = 1
         self._to_release: list[int] = []
+        self._release_from_s = 0.0
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def call(self, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
         """Send a request and return its answer. Raises DeadlinePassed, Disconnected, or what the daemon answered."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        waiter = Waiter()
         with self._state:
+            # Who finds nobody reading needs no waiter: it reads until its own answer is there.
+            waiter = Waiter() if self._read_by_someone else None
             self._register(request, waiter)
-            waiter.waits = True
-            leads = not self._read_by_someone
-            if leads:
-                waiter.leads = self._read_by_someone = True
+            if waiter is None:
+                self._read_by_someone = True
+            else:
+                waiter.waits = True
         try:
             self._send(request)
         except BaseException:
             self._give_up(request, waiter)
             raise
-        return self._answer(waiter, request, kind, deadline, leads)
+        return self._answer(waiter, request, kind, deadline)
 
     def submit(self, request: p.Request) -> Waiter:
         """Send a request whose answer `wait` will return: in between, the caller may do something else."""
@@ -122,26 +127,27 @@ class Connection:
             raise
         return waiter
 
-    def _register(self, request: p.Request, waiter: Waiter) -> None:
+    def _register(self, request: p.Request, waiter: Waiter | None) -> None:
         if self.closed:
             raise Disconnected(f"the daemon at {self.path} is gone")
         request.id = self._next_id
         self._next_id += 1
-        self._waiters[request.id] = waiter
+        if waiter is not None:
+            self._waiters[request.id] = waiter
 
     def wait(self, waiter: Waiter, request: p.Request, kind: type[A], timeout_s: float | None = None) -> A:
         """The answer to a submitted request."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         with self._state:
             waiter.waits = True
-            leads = waiter.answer is None and not self._read_by_someone and not self.closed
-            if leads:
+            if waiter.answer is None and not self._read_by_someone and not self.closed:
                 waiter.leads = self._read_by_someone = True
-        return self._answer(waiter, request, kind, deadline, leads)
+        return self._answer(waiter, request, kind, deadline)
 
-    def _answer(self, waiter: Waiter, request: p.Request, kind: type[A], deadline: float, leads: bool) -> A:
+    def _answer(self, waiter: Waiter | None, request: p.Request, kind: type[A], deadline: float) -> A:
         try:
-            answer = self._lead(waiter, deadline) if leads else self._follow(request.id, waiter, deadline)
+            leads = waiter is None or waiter.leads
+            answer = self._lead(request.id, deadline) if leads else self._follow(request.id, waiter, deadline)  # type: ignore[arg-type]
         except BaseException:
             self._give_up(request, waiter)
             raise
@@ -151,10 +157,11 @@ class Connection:
             raise _error(answer, self.path)
         raise ProtocolError(f"the daemon answered {type(request).__name__} with {type(answer).__name__}")
 
-    def _give_up(self, request: p.Request, waiter: Waiter) -> None:
-        self.forget(request, waiter)
-        if waiter.leads:
-            self._pass_on()
+    def _give_up(self, request: p.Request, waiter: Waiter | None) -> None:
+        if waiter is not None:
+            self.forget(request, waiter)
+        if waiter is None or waiter.leads:
+            self._pass_on(request.id)
 
     def forget(self, request: p.Request, waiter: Waiter) -> None:
         """Nobody waits for this answer any more; what comes with it is given back when it comes."""
@@ -168,21 +175,26 @@ class Connection:
         with contextlib.suppress(KvdError):
             self._send(request)
 
-    def release_soon(self, lease: int) -> None:
-        """Release a brief lease along with the next request.
+    def release_soon(self, lease: int, size: int, now: float) -> None:
+        """Release a brief lease, over a value of `size` bytes, along with one of the next requests.
 
-        It would end by itself shortly, and a send of its own wakes the daemon for nothing.
+        It would end by itself shortly, and a send of its own wakes the daemon for nothing; even a frame of its own in a
+        send costs a tenth of a get. So small values are released some at a time, large ones with the very next request.
         """
+        if not self._to_release:
+            self._release_from_s = now + _RELEASE_S
         self._to_release.append(lease)
-        if len(self._to_release) >= _RELEASES:
-            self.tell(p.Ping(0))
+        if size > _RELEASE_BYTES or len(self._to_release) >= _RELEASES:
+            self._release_from_s = 0.0
+            if len(self._to_release) >= 2 * _RELEASES:
+                self.tell(p.Ping(0))
 
     def _send(self, request: p.Request) -> None:
         if self.pid != os.getpid():
             raise Disconnected("the connection belongs to the process this one was forked from")
         try:
             frame = p.encode(request)
-            if self._to_release:
+            if self._to_release and (self._release_from_s == 0.0 or time.monotonic() > self._release_from_s):
                 ended, self._to_release = self._to_release, []
                 frame = p.encode(p.Release(0, ended)) + frame
         except ValueError as error:
@@ -198,21 +210,23 @@ class Connection:
             self.close()
             raise Disconnected(f"the daemon at {self.path} is gone: {error.strerror or error}") from None
 
-    def _lead(self, waiter: Waiter, deadline: float) -> p.Answer:
-        """Read frames until ours is there; then let somebody else read."""
-        while waiter.answer is None:
+    def _lead(self, number: int, deadline: float) -> p.Answer:
+        """Read frames until ours, which has this number, is there; then let somebody else read."""
+        mine: p.Answer | None = None
+        while mine is None:
             for answer in self._receive(deadline):
+                if answer.id == number:
+                    mine = answer
+                    continue
                 with self._state:
                     owner = self._waiters.pop(answer.id, None)
                 if owner is None:
                     self._orphan(answer)
-                elif owner is waiter:
-                    waiter.answer = answer
                 else:
                     owner.answer = answer
                     owner.gate.release()
-        self._pass_on()
-        return waiter.answer
+        self._pass_on(number)
+        return mine
 
     def _follow(self, number: int, waiter: Waiter, deadline: float) -> p.Answer:
         if not waiter.gate.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -224,11 +238,13 @@ class Connection:
         if waiter.answer is not None:
             return waiter.answer
         if waiter.leads:
-            return self._lead(waiter, deadline)
+            return self._lead(number, deadline)
         raise Disconnected(f"the daemon at {self.path} is gone")
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, number: int) -> None:
+        """Whose request had this number reads no more: somebody else does who waits, if anybody does."""
         with self._state:
+            self._waiters.pop(number, None)
             for waiter in self._waiters.values():
                 if waiter.waits and not waiter.leads:
                     waiter.leads = True
@@ -239,8 +255,7 @@ class Connection:
     def _receive(self, deadline: float) -> list[p.Answer]:
         """Whole frames that have arrived, at least one."""
         while True:
-            answers = self._take()
-            if answers:
+            if self._buffer and (answers := self._take()):
                 return answers
             left = deadline - time.monotonic()
             if left <= 0:
@@ -258,6 +273,8 @@ class Connection:
             if not data:
                 self.close()
                 raise Disconnected(f"the daemon at {self.path} is gone: {why}")
+            if not self._buffer and len(data) >= 4 and p.LENGTH.unpack_from(data)[0] == len(data) - 4 <= p.MAX_FRAME:
+                return [self._decoded(memoryview(data)[4:])]  # the usual case: one whole frame
             self._buffer = self._buffer + data if self._buffer else data
 
     def _take(self) -> list[p.Answer]:
@@ -270,15 +287,18 @@ class Connection:
                 raise ProtocolError(f"the daemon sent a frame of {size} bytes")
             if len(buffer) - at < 4 + size:
                 break
-            try:
-                answers.append(p.answer_decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size]))
-            except msgspec.DecodeError as error:
-                self.close()
-                raise ProtocolError(f"cannot decode what the daemon sent: {error}") from None
+            answers.append(self._decoded(memoryview(buffer)[at + 4 : at + 4 + size]))
             at += 4 + size
         if at:
             self._buffer = buffer[at:]
         return answers
+
+    def _decoded(self, body: memoryview) -> p.Answer:
+        try:
+            return p.answer_decoder.decode(body)
+        except msgspec.DecodeError as error:
+            self.close()
+            raise ProtocolError(f"cannot decode what the daemon sent: {error}") from None
 
     def _wait_at_most(self, seconds: float) -> None:
         """Bound the next recv. One setsockopt a change is cheaper than a poll before every recv."""

@@ -10,6 +10,7 @@ from kvd.errors import DeadlinePassed, NoRoom
 from kvd.store.identity import namespace_of
 from kvd.tiers.adapters.base import AdapterError, AdapterFull, Durability, Item, Loaded, Stored, Want
 from kvd.tiers.tier import FAILURES, Breaker
+from kvd.wire import protocol as p
 from kvd.wire.client import Client
 from tests.kvd.tiers.ram_tier import InProcess, RamTier, running
 from tests.support.processes import wait_until
@@ -205,6 +206,19 @@ class TestFailing:
         daemon.settled()
         assert client.get(key(5)) is None
         assert SPACE + key(5) not in tier.values
+
+    def test_a_delete_while_it_is_left_alone_is_done_when_it_is_back(
+        self, daemon: InProcess, tier: RamTier, client: Client
+    ) -> None:
+        client.put(key(1), value(1), wait="tier")
+        self.break_it(daemon, tier, client)
+        began = time.monotonic()
+        assert client.delete([key(1)]) == 1
+        assert time.monotonic() - began < 4, "it waited for a tier that is out of order"
+        tier.open_all()
+        wait_until(lambda: daemon.ask(lambda: not daemon.tier().busy), timeout_s=15, what="the queue to be worked off")
+        assert SPACE + key(1) not in tier.values
+        assert client.get(key(1)) is None
 
     def test_failed_loads_are_misses_and_open_it_too(self, daemon: InProcess, tier: RamTier, client: Client) -> None:
         client.put_many([(key(i), value(i)) for i in range(8)], wait="tier")
@@ -410,6 +424,28 @@ class TestWithoutAnIndex:
         client.delete([key(1)])
         daemon.settled()
         assert not tier.values
+
+    def test_deletes_that_wait_for_it_are_bounded(
+        self, daemon: InProcess, tier: RamTier, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is told of every delete, so a client that deletes on and on while it hangs must be told to stop."""
+        monkeypatch.setattr("kvd.tiers.tier.DOOMED_MAX", 100)
+        tier.deletes.close()
+        with daemon.client() as other:
+            asked = [p.Delete(0, SPACE, [key(number + i) for i in range(50)]) for number in range(0, 1000, 50)]
+            waiters = [other.connect().submit(request) for request in asked]
+            wait_until(lambda: daemon.ask(lambda: daemon.tier().clogged), what="the deletes to pile up")
+            with pytest.raises(NoRoom, match="deletes waiting"):
+                client.delete([key(1)])
+            with pytest.raises(NoRoom, match="deletes waiting"):
+                other.connect().wait(waiters[-1], asked[-1], p.Count)
+        assert daemon.ask(lambda: len(daemon.tier().doomed)) <= 150
+        assert client.put(key(1), value(1)).reason == "busy"
+        assert client.get(key(2)) is None, "what only looks is served"
+        tier.deletes.open()
+        daemon.settled()
+        assert client.put(key(1), value(1))
+        assert client.delete([key(1)]) == 1
 
     def test_clear_covers_it(self, daemon: InProcess, tier: RamTier, client: Client) -> None:
         client.put_many([(key(i), value(i)) for i in range(5)], wait="tier")
