@@ -27,10 +27,10 @@ COMMON = (
     Setting("no_color", environment=("NO_COLOR",), help="not empty: no colour"),
     Setting("force_color", environment=("FORCE_COLOR",), help="not empty: colour also without a terminal"),
 )
-ENGINE = (Setting("segment", environment=("KVTOOLS_SEGMENT",), help="name of the engine's pool segment"),)
 SOURCES = (
     ("kvd serve", "kvd.service.settings:SETTINGS", ""),
     ("vLLM connector", "kvd.connector.settings:SETTINGS", ""),
+    ("elastic pool", "kvtools.elastic.settings:SETTINGS", ""),
     ("kvtop", "kvtop.settings:SETTINGS", "kvtop.settings:load"),
 )
 """Who reads them, the list of settings, and the function that also reads the configuration file where there is one."""
@@ -90,7 +90,6 @@ def settings(environ: Mapping[str, str]) -> Iterator[Row]:
             yield Row(reader, "configuration", None, "file", (), "", error.message)
             values = {}
         yield from _rows(reader, declared, environ, values)
-    yield from _rows("elastic pool", ENGINE, environ)
     yield from _rows("kvgate serve", GATE, environ)
     for script, target, _ in COMMANDS.values():
         if script:

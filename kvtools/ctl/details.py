@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtools.ctl import journal, peers, tables
+from kvtools.errors import KvError
 from kvtools.output import emit, emit_json, paint, printable
 from kvtools.segments.owner import LimitEntry, PoolState
+from kvtools.segments.pool import PoolReading
 from kvtools.units import format_duration, format_size
 
 _STYLE = {"live": "good", "stale": "bad", "unknown": "dim"}
@@ -46,9 +48,27 @@ def gather(state: PoolState, root: Path) -> dict[str, Any]:
         body["first_limit_bytes"] = None
         body["worker_sockets"] = None
         body["likely_owners"] = []
+    body["pool"] = figures(state, root)
     body["gpus"] = _gpus(state)
     body["notes"] = peers.quirks(state.reading) if state.owner is None else []
     return body
+
+
+POOL_FIGURES = (
+    "fragmentation_bytes", "blocks_used", "blocks_cached", "block_bytes", "pages_used", "pages_reserved", "pages_draining",
+    "effective_limit_bytes", "over_limit_bytes", "asleep", "map_failures_total", "evicted_blocks_total",
+)  # fmt: skip
+
+
+def figures(state: PoolState, root: Path) -> dict[str, Any] | None:
+    """What the pool's stats segment says, if a living engine publishes one: fragmentation above all."""
+    from kvtools.segments.stats import instance_of_pool, read_stats, stats_name
+
+    try:
+        reading = read_stats(stats_name("pool", instance_of_pool(state.name)), root)
+    except KvError:
+        return None
+    return {name: reading.get(name) for name in POOL_FIGURES} if reading.alive else None
 
 
 def _gpus(state: PoolState) -> list[dict[str, Any]]:
@@ -79,6 +99,7 @@ def render(state: PoolState, body: dict[str, Any]) -> list[str]:
     ]
     if reading.overage_bytes:
         facts.append(("over", paint(f"{_both(reading.overage_bytes)} above the limit", "bad")))
+    facts += _pool_facts(reading, body["pool"])
     facts.append(("state", f"{paint(state.state, _STYLE[state.state])}: {state.evidence}"))
     facts += _owner_facts(state)
     for gpu in body["gpus"]:
@@ -98,6 +119,23 @@ def render(state: PoolState, body: dict[str, Any]) -> list[str]:
     facts += [("note", text) for text in body["notes"]]
     width = max(len(key) for key, _ in facts)
     return [paint(printable(state.name), "bold"), *[f"  {key:<{width}}  {text}" for key, text in facts]]
+
+
+def _pool_facts(reading: PoolReading, pool: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if pool is None:
+        return []
+    lost, block = pool["fragmentation_bytes"], pool["block_bytes"]
+    share = f", {lost / reading.mapped_bytes:.1%} of what is mapped" if reading.mapped_bytes else ""
+    facts = [("fragments", f"{_both(lost)} mapped in pages in use, and unused{share}")]
+    cached = pool["blocks_cached"]
+    facts.append(
+        ("blocks", f"{pool['blocks_used']} in use, {cached} cached ({format_size(cached * block)}), {format_size(block)} each")
+    )
+    if pool["pages_draining"]:
+        facts.append(("draining", f"{pool['pages_draining']} pages, {_both(pool['over_limit_bytes'])} above the limit"))
+    if pool["asleep"]:
+        facts.append(("asleep", "the engine sleeps: no page is mapped"))
+    return facts
 
 
 def _owner_facts(state: PoolState) -> list[tuple[str, str]]:

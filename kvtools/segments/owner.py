@@ -240,6 +240,7 @@ class OwnerLock:
         self._path = root / sidecar_name(name)
         self._timeout_s = timeout_s
         self._clock = clock
+        self._seen_ns = 0
 
     @classmethod
     def acquire(
@@ -334,6 +335,28 @@ class OwnerLock:
             _write(self._fd, self._owner)
         finally:
             unflock(self._fd)
+
+    def asked(self) -> LimitEntry | None:
+        """The newest limit where an operator noted one since the last call and it is unanswered: it may be the one in force.
+
+        Looks at the file's time only, unless that has changed. Raises TimedOut.
+        """
+        now = os.fstat(self._fd).st_mtime_ns
+        if now == self._seen_ns:
+            return None
+        flock(self._fd, fcntl.LOCK_SH, what=f"owner file {printable(self._path.name)}", timeout_s=self._timeout_s)
+        try:
+            owner = _parse(self.name, os.pread(self._fd, _MAX_READ, 0), alive=True)
+            self._seen_ns = os.fstat(self._fd).st_mtime_ns
+        finally:
+            unflock(self._fd)
+        last = owner.last_limit
+        return last if last is not None and last.state == "pending" else None
+
+    @property
+    def lost(self) -> bool:
+        """The file was removed under its owner: the lock protects nothing any more."""
+        return not still_named(self._fd, self._path)
 
     def close(self, *, remove: bool = True) -> None:
         """Give the pool up: unlink the sidecar (unless `remove` is false) and drop the lock. A second call does nothing."""

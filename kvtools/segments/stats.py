@@ -22,6 +22,7 @@ from kvtools.segments.stats_format import (
     Metric,
     StatsReading,
     instance_of_path,
+    instance_of_pool,
     stats_name,
 )
 from kvtools.segments.stats_reader import StatsReader, find_stats, read_stats
@@ -43,6 +44,7 @@ __all__ = [
     "StatsWriter",
     "find_stats",
     "instance_of_path",
+    "instance_of_pool",
     "read_stats",
     "remove_unlocked",
     "stats_name",

@@ -109,6 +109,15 @@ def instance_of_path(path: str | os.PathLike[str]) -> str:
     return hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:12]
 
 
+def instance_of_pool(name: str) -> str:
+    """A pool's instance: its name, or where that cannot be part of a file name the first 12 hex digits of its SHA-256."""
+    if _INSTANCE.fullmatch(name):
+        return name
+    import hashlib
+
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
+
+
 def to_json(metric: Metric) -> dict[str, object]:
     if metric.type not in TYPES:
         raise UsageError(f"metric {metric.name}: unknown type {metric.type!r}", hint="one of " + ", ".join(TYPES))

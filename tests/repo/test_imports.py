@@ -6,6 +6,7 @@ import-linter sees what is written; this sees what happens, late imports include
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,15 @@ def test_kvtop_without_its_screen_loads_no_textual() -> None:
 def test_the_client_loads_no_engine_and_no_front_end() -> None:
     modules = top_level(loaded_by_import("import kvd.wire.client"))
     assert not modules & {"textual", "torch", "vllm", "rich", "typer", "kvtop", "kvgate", "aiohttp"}
+
+
+def test_the_elastic_pool_is_importable_without_an_engine() -> None:
+    import kvtools.elastic
+
+    names = [path.stem for path in Path(kvtools.elastic.__path__[0]).glob("*.py") if path.stem != "__init__"]
+    assert {"vllm_plugin", "vllm_worker", "cuda", "hip"} <= set(names)
+    modules = top_level(loaded_by_import("; ".join(f"import kvtools.elastic.{name}" for name in names)))
+    assert not modules & (HEAVY | {"typer", "msgspec", "yaml", "xxhash", "kvd"})
 
 
 def test_the_connector_package_is_importable_without_an_engine() -> None:

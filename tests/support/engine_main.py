@@ -149,6 +149,24 @@ class Engine:
         pool = scheduler.kv_cache_manager.block_pool
         return [pool.get_num_free_blocks(), pool.num_gpu_blocks]
 
+    def sleep(self, level: int = 1) -> None:
+        self.llm.sleep(level)
+
+    def wake(self) -> None:
+        self.llm.wake_up()
+
+    def starve(self, min_free: int) -> None:
+        """Let the device have no room for more pages, or room again: workers in this process only."""
+        self._worker()._kvtools_memory.pages.memory.min_free_bytes = min_free
+
+    def nap(self) -> bool:
+        """Send the worker to sleep behind the engine's back; whether its memory went."""
+        self._worker().sleep(1)
+        return bool(self._worker()._kvtools_memory.asleep)
+
+    def _worker(self) -> Any:
+        return self._engine().engine_core.engine_core.model_executor.driver_worker.worker
+
     def sabotage(self, broken: bool) -> None:
         """Make the connector's scheduler and worker raise in every call, or let them work again."""
         from kvd.connector.scheduler import Scheduler

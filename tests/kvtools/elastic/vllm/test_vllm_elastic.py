@@ -1,0 +1,207 @@
+"""The plug-in in a real engine: KVTOOLS_SEGMENT and nothing else. Outputs are those of an engine without it, at every limit."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtools.segments import owner, pool
+from kvtools.segments.stats import instance_of_pool, read_stats, stats_name
+from tests.kvtools.elastic.vllm.kernel import physical, resident
+from tests.support.engine import Engine, EngineError, model, prompt
+from tests.support.processes import SHARED_MEMORY, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("segments"), pytest.mark.timeout(240)]
+
+MIB = 1 << 20
+PAGES = {"KVTOOLS_PAGE_SIZE": "256K", "KVTOOLS_MIN_RESERVED_PAGES": "1", "KVTOOLS_MAX_RESERVED_PAGES": "2"}
+PROMPTS = [prompt(500, seed) for seed in range(6)]
+"""15 whole blocks of 32 tokens each: two pages of 8 blocks."""
+Start = Callable[..., tuple[Engine, str]]
+
+
+@pytest.fixture
+def elastic(shm_name: Callable[[], str]) -> Iterator[Start]:
+    """Starts engines with an elastic pool: the engine, and its segment's name."""
+    made: list[tuple[Engine, str]] = []
+
+    def start(folder: Path | None = None, *, env: dict[str, str] | None = None, **arguments: Any) -> tuple[Engine, str]:
+        name = shm_name()
+        engine = Engine(folder or model(), transfer=None, env={**PAGES, "KVTOOLS_SEGMENT": name, **(env or {})}, **arguments)
+        made.append((engine, name))
+        return engine, name
+
+    yield start
+    for engine, name in made:
+        engine.stop()
+        (SHARED_MEMORY / stats_name("pool", instance_of_pool(name))).unlink(missing_ok=True)
+
+
+def limit(name: str, size: int, *, timeout_s: float = 20.0) -> owner.LimitEntry:
+    """Set a limit as kvctl does, and wait until the engine says that it holds."""
+    owner.change_limit(name, size, by="a test")
+
+    def applied() -> owner.LimitEntry | None:
+        said = owner.read_owner(name)
+        last = said.last_limit if said else None
+        return last if last and last.limit_bytes == size and last.state == "applied" else None
+
+    found: owner.LimitEntry = wait_until(applied, timeout_s=timeout_s, what=f"the limit {size} to be applied")
+    return found
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Token for token and to the log-probability."""
+    return bool(first["tokens"] == second["tokens"] and first["logprobs"] == second["logprobs"])
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding", pytest.param("mla", marks=pytest.mark.slow)])
+def test_outputs_are_unchanged_and_cached_prefixes_go_oldest_first(elastic: Start, kind: str) -> None:
+    dtype = {"dtype": "bfloat16"} if kind == "mla" else {}
+    engine, name = elastic(model(kind), **dtype)
+    with Engine(model(kind), transfer=None, **dtype) as plain:
+        engine.wait()
+        assert "kvtools: elastic KV cache, segment" in engine.text()
+        cold = [plain.one(one) for one in PROMPTS]
+        warm = [plain.one(one) for one in PROMPTS]
+    assert [one["cached"] for one in warm] == [480] * 6
+    for one, expected in zip(PROMPTS, cold, strict=True):
+        assert same(engine.one(one), expected)
+    for one, expected in zip(PROMPTS, warm, strict=True):
+        found = engine.one(one)
+        assert found["cached"] == 480
+        assert same(found, expected)
+
+    page = pool.read_pool(name)
+    said = owner.read_owner(name)
+    assert said is not None
+    size = said.info.page_bytes
+    before = physical(engine.pid)[0]
+    assert before >= 6 * 15 * size // 8, "the prompts' blocks are there"
+    assert page.mapped_bytes <= 32 * size < page.limit_bytes
+    entry = limit(name, 8 * size)
+    assert entry.effective_bytes == 8 * size
+    assert physical(engine.pid)[0] <= 8 * size
+    assert resident(engine.pid) <= 8 * size
+    assert pool.read_pool(name).mapped_bytes <= 8 * size
+
+    # Three prompts' worth of pages is left; the last ones used are still cached, the first one is not.
+    last, first = engine.one(PROMPTS[5]), engine.one(PROMPTS[0])
+    assert last["cached"] == 480
+    assert same(last, warm[5])
+    assert first["cached"] == 0
+    assert same(first, cold[0])
+    assert physical(engine.pid)[0] <= 8 * size
+    for one, expected in zip(PROMPTS, cold, strict=True):
+        assert engine.one(one)["tokens"] == expected["tokens"]
+    assert physical(engine.pid)[0] <= 8 * size
+
+    limit(name, said.info.start_capacity_bytes)
+    for one in PROMPTS:
+        engine.one(one)
+    for one, expected in zip(PROMPTS, warm, strict=True):
+        found = engine.one(one)
+        assert found["cached"] == 480, "it grows again, and keeps them all"
+        assert same(found, expected)
+
+
+def test_a_limit_while_requests_run_is_reached_as_their_blocks_are_freed(elastic: Start) -> None:
+    engine, name = elastic()
+    engine.wait()
+    alone = [engine.one(one, tokens=40)["tokens"] for one in PROMPTS]
+    engine.ask("reset")
+    size = owner.read_owner(name).info.page_bytes  # type: ignore[union-attr]
+    engine.send("generate", prompts=PROMPTS * 2, tokens=40)
+    wait_until(lambda: pool.read_pool(name).used_bytes >= 8 * size, what="the requests to hold blocks")
+    entry = limit(name, 4 * size, timeout_s=60)
+    assert entry.effective_bytes == 4 * size
+    answers = engine.answer()
+    assert [one["tokens"] for one in answers] == alone * 2
+    assert physical(engine.pid)[0] <= 4 * size
+    assert {one["finish"] for one in answers} == {"length"}
+
+
+def test_a_device_without_room_makes_requests_wait_and_the_engine_lives(elastic: Start) -> None:
+    engine, name = elastic()
+    engine.wait()
+    alone = [engine.one(one)["tokens"] for one in PROMPTS]
+    engine.ask("reset")
+    wait_until(lambda: pool.read_pool(name).mapped_bytes <= 3 * MIB, what="the reset to give pages back")
+    # Room for about two requests at once, then none: mapping fails in the worker, with the exception that a GPU's driver causes.
+    engine.one(PROMPTS[0])
+    engine.ask("starve", min_free=1 << 60)
+    before = pool.read_pool(name).mapped_bytes
+    answers = engine.generate(PROMPTS * 2, tokens=8)
+    assert [one["tokens"] for one in answers] == alone * 2
+    figures = read_stats(stats_name("pool", instance_of_pool(name)))
+    wait_until(
+        lambda: (read_stats(stats_name("pool", instance_of_pool(name))).get("map_failures_total") or 0) > 0, what="the failures"
+    )
+    assert figures.alive
+    assert pool.read_pool(name).mapped_bytes <= before
+    engine.ask("starve", min_free=0)
+    assert [one["tokens"] for one in engine.generate(PROMPTS * 2, tokens=8)] == alone * 2
+
+
+def test_sleep_gives_all_memory_back_and_wake_brings_none_of_the_contents(elastic: Start) -> None:
+    engine, name = elastic()
+    engine.wait()
+    cold = engine.one(PROMPTS[0])
+    warm = engine.one(PROMPTS[0])
+    assert warm["cached"] == 480
+    assert physical(engine.pid)[0] > 0
+    assert engine.ask("nap") is False, "a sleep behind the engine's back takes nothing: cached prefixes would be zeros"
+    assert same(engine.one(PROMPTS[0]), warm)
+    engine.ask("sleep")
+    assert physical(engine.pid) == [0]
+    assert resident(engine.pid) == 0
+    wait_until(lambda: pool.read_pool(name).mapped_bytes == 0, what="the segment to say so")
+    engine.ask("wake")
+    again = engine.one(PROMPTS[0])
+    assert again["cached"] == 0
+    assert same(again, cold)
+    assert same(engine.one(PROMPTS[0]), warm)
+    wait_until(lambda: pool.read_pool(name).mapped_bytes > 0, what="the segment to say so")
+
+
+def test_two_engines_cannot_have_one_segment(elastic: Start, shm_name: Callable[[], str]) -> None:
+    name = shm_name()
+    engine, _ = elastic(env={"KVTOOLS_SEGMENT": name})
+    engine.wait()
+    other, _ = elastic(env={"KVTOOLS_SEGMENT": name})
+    with pytest.raises(EngineError, match=rf"segment {name} is owned by a running engine \(vllm, pid {engine.pid}\)"):
+        other.wait()
+    assert engine.one(PROMPTS[0])["finish"] == "length"
+    assert pool.read_pool(name).limit_bytes
+
+
+def test_another_version_is_refused(elastic: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    from kvtools.elastic.vllm_plugin import register
+
+    monkeypatch.setenv("KVTOOLS_SEGMENT", "kvt-never")
+    monkeypatch.setattr(vllm, "__version__", "0.19.1")
+    with pytest.raises(
+        RuntimeError, match=r"the elastic pool knows vLLM 0\.32, 0\.33, and this is 0\.19\.1 \(unset KVTOOLS_SEGMENT"
+    ):
+        register()
+
+
+def test_a_tensor_over_memory_that_torch_did_not_make() -> None:
+    import torch
+
+    from kvtools.elastic.cpu import CpuMemory
+
+    memory = CpuMemory(4 * MIB)
+    memory.map(0, MIB)
+    tensor = memory.tensor(2 * MIB)
+    assert (tensor.dtype, tensor.shape, tensor.data_ptr()) == (torch.int8, (2 * MIB,), memory.address)
+    tensor[:MIB].fill_(3)
+    assert int(tensor[: 2 * MIB].sum(dtype=torch.int64)) == 3 * MIB, "what is not mapped reads as zeros"
+    assert memory.resident_bytes == MIB
+    whole = memory.tensor()
+    del tensor
+    assert whole[0] == 3
+    memory.close()
