@@ -236,6 +236,21 @@ def _kvcached(section: Section) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def _elastic(section: Section) -> tuple[tuple[str, str], ...]:
+    """One engine's elastic pool: the settings of kvtools.elastic by their names, as the variables that it reads."""
+    from kvtools.elastic.settings import SETTINGS, read_settings
+    from kvtools.errors import UsageError
+
+    names = {setting.name.removesuffix("_s"): setting.environment[0] for setting in SETTINGS if setting.name != "segment"}
+    found = [(variable, value) for name, variable in names.items() if (value := section.take(name, _scalar, ""))]
+    section.finish()
+    try:
+        read_settings(dict(found))
+    except UsageError as error:
+        raise section.error("", error.message, hint=error.hint) from None
+    return tuple(found)
+
+
 def _scalar(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -380,6 +395,10 @@ def _instance(section: Section, base: GateConfig, shared: tuple[tuple[str, str],
         name=model, endpoint=Endpoint("127.0.0.1", named or port or 0), segment=dict(environment).get("KVCACHED_IPC_NAME", "")
     )
     config = _settings(section, config, base)
+    variables = _elastic(section.sub("elastic"))
+    if variables and not config.segment:
+        raise section.error("elastic", "needs a `segment`", hint="name the pool: segment: VLLM_MODEL_1")
+    instance = replace(instance, environment=(*variables, *environment))
     section.finish()
     return replace(config, instance=replace(instance, segment=config.segment, kvd_socket=config.kvd_socket))
 

@@ -87,7 +87,7 @@ def environment(config: ModelConfig, base: Mapping[str, str]) -> dict[str, str]:
     assert instance is not None
     name = segment_of(config)
     added = {"VLLM_SERVER_DEV_MODE": "1", "KVCACHED_IPC_NAME": name, "PYTHONUNBUFFERED": "1"}
-    if config.segment:
+    if config.segment and "ENABLE_KVCACHED" not in dict(instance.environment):  # its engines have a pool already
         added["KVTOOLS_SEGMENT"] = name
     if instance.kvd_socket:
         added["KVD_SOCKET"] = instance.kvd_socket

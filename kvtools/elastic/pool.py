@@ -13,6 +13,7 @@ memory never holds an engine up.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -70,7 +71,8 @@ class Pool:
         """When a request was last served: what idle_release_s counts from."""
         self._idle = idle
         self._asked: int | None = None
-        self._due: tuple[int, Resized] | None = None
+        self._due: deque[tuple[int, Resized]] = deque()
+        """Answers to give, newest last: made by whoever works, given by the follower."""
         self._state: Resized | None = None
         self._limits = 0
         self._published = 0.0
@@ -93,12 +95,12 @@ class Pool:
             if self._asked is not None:
                 asked, self._asked = self._asked, None
                 self._state = manager.resize(asked)
-                self._due = (asked, self._state)
+                self._due.append((asked, self._state))
                 self._limits += 1
             elif self._state is not None and self._state.over_pages:
                 now = manager.limit_state()
                 if now.over_pages != self._state.over_pages:
-                    self._due = (self._state.limit_bytes, now)
+                    self._due.append((self._state.limit_bytes, now))
                     self._state = now
             if self._idle_too_long():
                 self._released = True
@@ -157,15 +159,16 @@ class Pool:
         self._tell()
 
     def _tell(self) -> None:
-        due, self._due = self._due, None
         allocator = self.manager.allocator
         page = self.manager.page_bytes
         used, reserved = (0, 0) if self.asleep else (allocator.used * page, allocator.reserved * page)
         self.tracker.publish(used, reserved)
-        if due is not None:
-            asked, state = due
+        while self._due:
+            asked, state = self._due[0]
             applied = not state.over_pages and asked >= self.manager.page_bytes
-            self.tracker.answer(asked, applied=applied, effective_bytes=state.effective_bytes, reason=state.reason)
+            if not self.tracker.answer(asked, applied=applied, effective_bytes=state.effective_bytes, reason=state.reason):
+                break  # the sidecar is locked: again at the next look
+            self._due.popleft()
             self._published = 0.0
         if self.figures is not None and time.monotonic() - self._published > PUBLISH_S:
             self._published = time.monotonic()

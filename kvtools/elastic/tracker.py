@@ -50,11 +50,15 @@ class MemInfoTracker:
         try:
             if self._file.gone:
                 self._heal()
-            again = self._owner.asked()
             now = self._file.read().limit_bytes
         except KvError as error:
             self._complain(error)
             return None
+        try:
+            again = self._owner.asked()
+        except (KvError, OSError) as error:
+            self._complain(error)  # the sidecar is locked; the limit counts all the same
+            again = None
         if now == self.limit_bytes and (again is None or again.limit_bytes != now):
             return None
         self.limit_bytes = now
@@ -70,12 +74,14 @@ class MemInfoTracker:
         except KvError as error:
             self._complain(error)
 
-    def answer(self, limit_bytes: int, *, applied: bool, effective_bytes: int, reason: str = "") -> None:
-        """Say in the sidecar what became of a limit."""
+    def answer(self, limit_bytes: int, *, applied: bool, effective_bytes: int, reason: str = "") -> bool:
+        """Say in the sidecar what became of a limit; False where that was not possible now."""
         try:
             self._owner.mark(limit_bytes, "applied" if applied else "deferred", effective_bytes=effective_bytes, reason=reason)
         except (KvError, OSError) as error:
             self._complain(error)
+            return False
+        return True
 
     def describe(self, info: OwnerInfo) -> None:
         """Replace what the sidecar says about the engine."""

@@ -34,132 +34,141 @@ def adopt(block_pool: Any, manager: KVCacheManager, *, ahead: int) -> "Any":
     return queue
 
 
-def _queue_class() -> type:
+class ElasticQueue:
+    """The cached free blocks, least recently used first; plain ones come from and go to the manager.
+
+    Mixed into vLLM's FreeKVCacheBlockQueue, whose linked list it goes on using, when that can be imported (`_queue_class`).
+    """
+
+    num_free_blocks: int
+    fake_free_list_head: Any
+    fake_free_list_tail: Any
+    remove: Any
+
+    def __init__(self, block_pool: Any, manager: KVCacheManager, ahead: int) -> None:
+        super().__init__([])  # type: ignore[call-arg]
+        self._pool = block_pool
+        self._manager = manager
+        self._ahead = ahead
+        self.evicted = 0
+
+    @property
+    def cached(self) -> int:
+        return self.num_free_blocks
+
+    @property
+    def certain(self) -> int:
+        """Blocks that can be handed out without mapping anything."""
+        return self._manager.certain + self.cached
+
+    def prepare(self, count: int) -> None:
+        """Make `count` blocks certain, as far as limit and device go: before vLLM asks how many are free."""
+        if count > self.certain:
+            self._manager.secure(count - self.cached, ahead=self._ahead)
+
+    def popleft(self) -> Any:
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[Any]:
+        """Plain blocks, from new pages where the limit allows, and only then cached ones. Raises ValueError."""
+        manager = self._manager
+        if manager.certain < n:
+            manager.secure(n, ahead=self._ahead)  # growing comes before evicting
+        plain = min(n, manager.certain)
+        if n - plain > self.cached:
+            raise ValueError(f"cannot get {n} blocks: {self.certain} are free")
+        ids = manager.alloc(plain) if plain else []
+        if ids is None:
+            raise ValueError(f"cannot get {plain} blocks that were certain")
+        blocks = [self._pool.blocks[i] for i in ids]
+        if n > plain:
+            self.evicted += n - plain
+            blocks += super().popleft_n(n - plain)  # type: ignore[misc]
+        return blocks
+
+    def prepend_n(self, blocks: list[Any]) -> None:
+        """Blocks without contents that anybody could come back to."""
+        if blocks:
+            self._manager.free([block.block_id for block in blocks])
+
+    def append(self, block: Any) -> None:
+        self.append_n([block])
+
+    def append_n(self, blocks: list[Any]) -> None:
+        """Cached blocks that their last request gave back. On a page that is drained they are not kept."""
+        draining, per_page = self._manager.draining, self._manager.blocks_per_page
+        if draining:
+            gone = [block for block in blocks if block.block_id // per_page in draining]
+            self._give_up(gone)
+            blocks = [block for block in blocks if block.block_id // per_page not in draining]
+        super().append_n(blocks)  # type: ignore[misc]
+
+    def _give_up(self, blocks: list[Any]) -> None:
+        """Forget the hashes of blocks that nobody holds and that are not in the queue; the manager has them back."""
+        for block in blocks:
+            self._pool._maybe_evict_cached_block(block)
+        self.evicted += len(blocks)
+        if blocks:
+            self._manager.free([block.block_id for block in blocks])
+
+    def _lru(self) -> Iterable[Any]:
+        block = self.fake_free_list_head.next_free_block
+        while block is not None and block is not self.fake_free_list_tail:
+            following = block.next_free_block
+            yield block
+            block = following
+
+    def _take_out(self, pages: set[int]) -> None:
+        per_page = self._manager.blocks_per_page
+        blocks = [block for block in self._lru() if block.block_id // per_page in pages]
+        for block in blocks:
+            self.remove(block)
+        self._give_up(blocks)
+
+    def reclaim(self, pages: int) -> None:
+        """Empty up to `pages` pages that hold cached blocks only: those whose youngest block is oldest, first."""
+        manager = self._manager
+        seen: Counter[int] = Counter()
+        victims: set[int] = set()
+        for block in self._lru():
+            page = block.block_id // manager.blocks_per_page
+            seen[page] += 1
+            if seen[page] == manager.held_on(page):
+                victims.add(page)
+                if len(victims) == pages:
+                    break
+        if victims:
+            self._take_out(victims)
+
+    def drained(self, pages: Iterable[int]) -> None:
+        """Forget everything cached on these pages, under running requests too."""
+        closed = set(pages)
+        for page in closed:
+            for i in self._manager.blocks_of(page):
+                if self._pool.blocks[i].ref_cnt:
+                    self._pool._maybe_evict_cached_block(self._pool.blocks[i])
+        self._take_out(closed)
+
+    def release_all(self) -> None:
+        """Give up all cached blocks."""
+        blocks = list(self._lru())
+        for block in blocks:
+            self.remove(block)
+        self._give_up(blocks)
+
+    def take_back(self) -> None:
+        """After the pool has forgotten all hashes: cached blocks are plain ones now."""
+        blocks = list(self._lru())
+        for block in blocks:
+            self.remove(block)
+        if blocks:
+            self._manager.free([block.block_id for block in blocks])
+
+
+def _queue_class() -> Any:
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-    class ElasticQueue(FreeKVCacheBlockQueue):  # type: ignore[misc]
-        """The cached free blocks, least recently used first; plain ones come from and go to the manager."""
-
-        def __init__(self, block_pool: Any, manager: KVCacheManager, ahead: int) -> None:
-            super().__init__([])
-            self._pool = block_pool
-            self._manager = manager
-            self._ahead = ahead
-            self.evicted = 0
-
-        @property
-        def cached(self) -> int:
-            return int(self.num_free_blocks)
-
-        @property
-        def certain(self) -> int:
-            """Blocks that can be handed out without mapping anything."""
-            return self._manager.certain + self.cached
-
-        def prepare(self, count: int) -> None:
-            """Make `count` blocks certain, as far as limit and device go: before vLLM asks how many are free."""
-            if count > self.certain:
-                self._manager.secure(count - self.cached, ahead=self._ahead)
-
-        def popleft(self) -> Any:
-            return self.popleft_n(1)[0]
-
-        def popleft_n(self, n: int) -> list[Any]:
-            """Plain blocks, from new pages where the limit allows, and only then cached ones. Raises ValueError."""
-            manager = self._manager
-            if manager.certain < n:
-                manager.secure(n, ahead=self._ahead)  # growing comes before evicting
-            plain = min(n, manager.certain)
-            if n - plain > self.cached:
-                raise ValueError(f"cannot get {n} blocks: {self.certain} are free")
-            ids = manager.alloc(plain) if plain else []
-            if ids is None:
-                raise ValueError(f"cannot get {plain} blocks that were certain")
-            blocks = [self._pool.blocks[i] for i in ids]
-            if n > plain:
-                self.evicted += n - plain
-                blocks += super().popleft_n(n - plain)
-            return blocks
-
-        def prepend_n(self, blocks: list[Any]) -> None:
-            """Blocks without contents that anybody could come back to."""
-            if blocks:
-                self._manager.free([block.block_id for block in blocks])
-
-        def append(self, block: Any) -> None:
-            self.append_n([block])
-
-        def append_n(self, blocks: list[Any]) -> None:
-            """Cached blocks that their last request gave back. On a page that is drained they are not kept."""
-            draining, per_page = self._manager.draining, self._manager.blocks_per_page
-            if draining:
-                gone = [block for block in blocks if block.block_id // per_page in draining]
-                self._give_up(gone)
-                blocks = [block for block in blocks if block.block_id // per_page not in draining]
-            super().append_n(blocks)
-
-        def _give_up(self, blocks: list[Any]) -> None:
-            """Forget the hashes of blocks that nobody holds and that are not in the queue; the manager has them back."""
-            for block in blocks:
-                self._pool._maybe_evict_cached_block(block)
-            self.evicted += len(blocks)
-            if blocks:
-                self._manager.free([block.block_id for block in blocks])
-
-        def _lru(self) -> Iterable[Any]:
-            block = self.fake_free_list_head.next_free_block
-            while block is not None and block is not self.fake_free_list_tail:
-                following = block.next_free_block
-                yield block
-                block = following
-
-        def _take_out(self, pages: set[int]) -> None:
-            per_page = self._manager.blocks_per_page
-            blocks = [block for block in self._lru() if block.block_id // per_page in pages]
-            for block in blocks:
-                self.remove(block)
-            self._give_up(blocks)
-
-        def reclaim(self, pages: int) -> None:
-            """Empty up to `pages` pages that hold cached blocks only: those whose youngest block is oldest, first."""
-            manager = self._manager
-            seen: Counter[int] = Counter()
-            victims: set[int] = set()
-            for block in self._lru():
-                page = block.block_id // manager.blocks_per_page
-                seen[page] += 1
-                if seen[page] == manager.held_on(page):
-                    victims.add(page)
-                    if len(victims) == pages:
-                        break
-            if victims:
-                self._take_out(victims)
-
-        def drained(self, pages: Iterable[int]) -> None:
-            """Forget everything cached on these pages, under running requests too."""
-            closed = set(pages)
-            for page in closed:
-                for i in self._manager.blocks_of(page):
-                    if self._pool.blocks[i].ref_cnt:
-                        self._pool._maybe_evict_cached_block(self._pool.blocks[i])
-            self._take_out(closed)
-
-        def release_all(self) -> None:
-            """Give up all cached blocks."""
-            blocks = list(self._lru())
-            for block in blocks:
-                self.remove(block)
-            self._give_up(blocks)
-
-        def take_back(self) -> None:
-            """After the pool has forgotten all hashes: cached blocks are plain ones now."""
-            blocks = list(self._lru())
-            for block in blocks:
-                self.remove(block)
-            if blocks:
-                self._manager.free([block.block_id for block in blocks])
-
-    return ElasticQueue
+    return type("ElasticQueue", (ElasticQueue, FreeKVCacheBlockQueue), {})
 
 
 def _pool_class(base: type) -> type:

@@ -217,7 +217,8 @@ def begin(executor: Any, settings: Settings) -> None:
     for name in ("step", "step_with_batch_queue"):
         replace(EngineCore, name, functools.partial(_turned, step=True))
     for name in ENTRIES:
-        replace(EngineCore, name, _turned)
+        if hasattr(EngineCore, name):
+            replace(EngineCore, name, _turned)
     replace(EngineCoreProc, "_handle_client_request", _turned)
     replace(EngineCoreProc, "_notify_idle_state_callbacks", _turned)
     replace(EngineCoreProc, "run_busy_loop", _known)
@@ -225,9 +226,10 @@ def begin(executor: Any, settings: Settings) -> None:
 
 
 ENTRIES = (
-    "add_request", "abort_requests", "reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache",
-    "pause_scheduler", "resume_scheduler", "sleep", "wake_up", "execute_dummy_batch", "collective_rpc", "add_lora",
-    "get_supported_tasks",
+    "add_request", "abort_requests", "post_step", "reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache",
+    "pause_scheduler", "resume_scheduler", "sleep", "wake_up", "release_kv_cache_memory", "execute_dummy_batch",
+    "collective_rpc", "add_lora", "remove_lora", "list_loras", "pin_lora", "profile", "save_sharded_state",
+    "compute_weight_checksums", "get_supported_tasks",
 )  # fmt: skip
 """Ways into the engine core that touch blocks or talk to the workers; an engine process goes through two more."""
 

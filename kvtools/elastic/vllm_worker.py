@@ -89,6 +89,13 @@ class WorkerMemory:
         self.asleep = False
         logger.info("kvtools: awake: %d pages of KV memory mapped, empty", len(self._kept))
 
+    def release(self) -> None:
+        """The worker ends: no page stays. The addresses do, as long as the process: tensors over them may outlive the worker."""
+        try:
+            self.pages.unmap(sorted(self.pages.resident))
+        except KvError as error:
+            logger.debug("kvtools: at the end: %s", error)  # the driver may be gone already
+
 
 def install(worker: type, settings: Settings) -> None:
     """Give the worker class elastic memory: once a process, before its model runner is made."""
@@ -125,7 +132,17 @@ def install(worker: type, settings: Settings) -> None:
 
         return wake_up
 
+    def ended(original: Any) -> Any:
+        def shutdown(self: Any) -> Any:
+            result = original(self)
+            if (memory := getattr(self, "_kvtools_memory", None)) is not None:
+                memory.release()
+            return result
+
+        return shutdown
+
     replace(worker, "initialize_from_config", initialize)
+    replace(worker, "shutdown", ended)
     replace(worker, "sleep", asleep)
     replace(worker, "wake_up", awake)
     if not hasattr(worker, "kvtools_elastic"):

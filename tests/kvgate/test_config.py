@@ -132,6 +132,15 @@ models:
         ("instances: [{model: m, engine: vllm, port: 1, engine_env: [A]}]", "instances[0].engine_env: not an assignment: 'A'"),
         ("instances: [{model: m, engine: vllm, port: 1, using_venv: true}]", "using_venv needs venv_path"),
         ("instances: [{model: m, engine: vllm, port: 1, launcher: screen}]", "instances[0].launcher: unknown word 'screen'"),
+        ("instances: [{model: m, engine: vllm, port: 1, elastic: {limit: 4G}}]", "instances[0].elastic: needs a `segment`"),
+        (
+            "instances: [{model: m, engine: vllm, port: 1, segment: s, elastic: {limit: much}}]",
+            "limit (env:KVTOOLS_LIMIT): not a size",
+        ),
+        (
+            "instances: [{model: m, engine: vllm, port: 1, segment: s, elastic: {limits: 4G}}]",
+            "instances[0].elastic.limits: unknown key",
+        ),
         ("instances: [{model: m, engine: vllm, port: 1, segment: a/b}]", "instances[0].segment: not a segment name"),
         (
             "instances: [{model: a, engine: vllm, port: 1, segment: s}, {model: b, engine: vllm, port: 2, segment: s}]",

@@ -194,3 +194,24 @@ def test_command_line_and_environment_of_a_vllm_instance(tmp_path: Path) -> None
     assert (env["KVCACHED_PAGE_SIZE_MB"], env["ENABLE_KVCACHED"], env["A"]) == ("2", "true", "b=c")
     assert (env["KVD_SOCKET"], env["CUDA_VISIBLE_DEVICES"]) == ("/run/kvd/kvd.sock", "1")
     assert "KVGATE_KEY" not in env
+
+
+def test_the_elastic_pool_of_one_engine(tmp_path: Path) -> None:
+    config = tmp_path / "models.yaml"
+    config.write_text(
+        "instances: [{model: m, engine: vllm, port: 1, segment: VLLM_1, elastic: {limit: 4GiB,"
+        " min_reserved_pages: 2, prealloc: false, idle_release: 5m}},"
+        " {model: n, engine: vllm, port: 2, segment: VLLM_2, engine_env: ['ENABLE_KVCACHED=true']}]"
+    )
+    first, second = load(config).models.values()
+    env = environment(first, {})
+    assert {name: value for name, value in env.items() if name.startswith("KVTOOLS_")} == {
+        "KVTOOLS_SEGMENT": "VLLM_1",
+        "KVTOOLS_LIMIT": "4GiB",
+        "KVTOOLS_MIN_RESERVED_PAGES": "2",
+        "KVTOOLS_PREALLOC": "false",
+        "KVTOOLS_IDLE_RELEASE": "5m",
+    }
+    env = environment(second, {})
+    assert "KVTOOLS_SEGMENT" not in env, "kvcached, or what understands its variables, makes the pool"
+    assert env["KVCACHED_IPC_NAME"] == "VLLM_2"

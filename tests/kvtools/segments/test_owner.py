@@ -230,3 +230,25 @@ def test_pruning_against_starting_engines_never_removes_an_owned_sidecar(tmp_pat
     finally:
         stop.set()
         thread.join()
+
+
+def test_an_owner_learns_of_a_limit_that_was_written_once_more(tmp_path: Path) -> None:
+    with OwnerLock.acquire("x", INFO, root=tmp_path) as lock:
+        pool.create_pool("x", 8 << 30, root=tmp_path)
+        assert lock.asked() is None
+        owner.change_limit("x", 8 << 30, by="an operator", root=tmp_path)
+        asked = lock.asked()
+        assert asked is not None
+        assert (asked.limit_bytes, asked.by) == (8 << 30, "an operator")
+        assert lock.asked() is None, "once"
+        lock.mark(8 << 30, "applied", effective_bytes=8 << 30)
+        assert lock.asked() is None
+
+
+def test_an_owner_whose_file_was_removed_knows(tmp_path: Path) -> None:
+    lock = OwnerLock.acquire("x", INFO, root=tmp_path)
+    assert not lock.lost
+    (tmp_path / "x.kvtools").unlink()
+    assert lock.lost
+    OwnerLock.acquire("x", INFO, root=tmp_path).close()
+    lock.close()

@@ -506,3 +506,9 @@ def test_finding(tmp_path: Path) -> None:
         stats.find_stats(tmp_path / "none")
     for writer in writers:
         writer.close()
+
+
+def test_a_pools_instance_is_its_name_where_that_can_be() -> None:
+    assert stats.stats_name("pool", stats.instance_of_pool("VLLM_MODEL_1")) == "kvtools.pool.VLLM_MODEL_1"
+    for odd in ("modell-ä", "a b", "x" * 200, "_x"):
+        assert re.fullmatch(r"[0-9a-f]{12}", stats.instance_of_pool(odd))
