@@ -96,6 +96,9 @@ def choose(planes: Sequence[Plane], blocks: int, *, page_bytes: int, granularity
     return Geometry(tuple(planes), blocks, min(wanted, blocks))
 
 
+_NO_EDGES: Counter[int] = Counter()
+
+
 class PageMemory:
     """Pages of a geometry in one VirtualMemory. Thread-safe.
 
@@ -147,11 +150,13 @@ class PageMemory:
     def _map_row(self, first: int, last: int, plane: int) -> None:
         start, end, edges = self._row(first, last, plane)
         self._between(start, end, self.memory.map)
-        self._edges.update(edges)
+        if edges:
+            self._edges.update(edges)
 
     def _unmap_row(self, first: int, last: int, plane: int) -> None:
         start, end, edges = self._row(first, last, plane)
-        self._edges.subtract(edges)
+        if edges:
+            self._edges.subtract(edges)
         try:
             self._between(start, end, self.memory.unmap)
         except BaseException:
@@ -161,22 +166,23 @@ class PageMemory:
     def _row(self, first: int, last: int, plane: int) -> tuple[int, int, Counter[int]]:
         """Bytes of pages `[first, last)` in one plane, and how many of them lie on each granule that they do not fill."""
         size = self.memory.granularity
-        edges: Counter[int] = Counter()
         geometry = self.geometry
         base, length = geometry.planes[plane].base, geometry.planes[plane].stride * geometry.blocks_per_page
         start, end = geometry.runs(first, last)[plane]
-        if start % size or end % size or length % size:
-            for at in range(base + first * length, end, length):
-                edges.update({edge // size for edge in (at, min(at + length, end)) if edge % size})
+        if not (start % size or end % size or length % size):
+            return start, end, _NO_EDGES
+        edges: Counter[int] = Counter()
+        for at in range(base + first * length, end, length):
+            edges.update({edge // size for edge in (at, min(at + length, end)) if edge % size})
         return start, end, edges
 
     def _between(self, start: int, end: int, act: Callable[[int, int], None]) -> None:
         """`act` on the granules of `[start, end)`, without those at its ends that other pages lie on too."""
         size = self.memory.granularity
         first, last = start // size, -(-end // size)
-        if self._edges[first]:
+        if self._edges.get(first):
             first += 1
-        if last > first and self._edges[last - 1]:
+        if last > first and self._edges.get(last - 1):
             last -= 1
         if last > first:
             act(first * size, (last - first) * size)

@@ -99,6 +99,8 @@ class KVCacheManager:
     def alloc(self, count: int) -> list[int] | None:
         """`count` block ids with memory under them, or None where limit or device do not allow it. Raises DriverError."""
         with self._lock:
+            if self._spare >= count and not self._reserved:
+                return self._take(count)
             ready = self._reserved[:count]
             count -= len(ready)
             if self._spare < count and not self._open(count):
@@ -119,7 +121,7 @@ class KVCacheManager:
             except BaseException:
                 self._close_unused(opened)
                 raise
-            for page in pages:
+            for page in sorted(pages, reverse=True):  # the lowest is the last one in its bucket, and taken first
                 first, capacity = page * self.blocks_per_page, self._capacity(page)
                 self._free[page] = list(range(first + capacity - 1, first - 1, -1))
                 self._bucket(page, capacity)
@@ -148,22 +150,27 @@ class KVCacheManager:
 
     def _take(self, count: int) -> list[int]:
         taken: list[int] = []
-        held = self._held
+        held, buckets = self._held, self._buckets
         left = count
         while left:
-            above = self._mask >> left
+            mask = self._mask
+            above = mask >> left
             # The fullest page that holds them all; where none does, the emptiest, and then the rest.
-            size = left + (above & -above).bit_length() - 1 if above else self._mask.bit_length() - 1
-            page = next(iter(self._buckets[size]))
+            size = left + (above & -above).bit_length() - 1 if above else mask.bit_length() - 1
+            bucket = buckets[size]
+            page, _ = bucket.popitem()
+            if not bucket:
+                self._mask = mask & ~(1 << size)
             stack = self._free[page]
-            self._unbucket(page, size)
             kept = size - left if size > left else 0
             blocks = stack[: kept - 1 if kept else None : -1]
             del stack[kept:]
             for block in blocks:
                 held[block] = 1
             taken += blocks
-            self._bucket(page, kept)
+            if kept:
+                buckets[kept][page] = None
+                self._mask |= 1 << kept
             left -= size - kept
         self._spare -= count
         self.held += count
