@@ -256,7 +256,7 @@ def test_closing_under_waiting_threads_ends_their_calls(daemon: InProcess, tier:
     for thread in threads:
         thread.start()
     tier.loads.until_blocked()
-    wait_until(lambda: len(client.connect()._waiters) == 3, what="three waiting calls")
+    wait_until(lambda: client.connect()._read_by_someone and len(client.connect()._waiters) == 2, what="three waiting calls")
     client.close()
     for thread in threads:
         thread.join(5)
