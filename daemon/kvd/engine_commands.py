@@ -75,13 +75,14 @@ def why(url: str, word: str, model: str | None, timeout: str, json: bool) -> Non
 
 def _show_why(url: str, found: Mapping[str, Any]) -> None:
     tokens, hit, mine = found["prompt_tokens"], found["found_tokens"], found["engine_tokens"]
-    own = "unknown (the engine publishes no KV events)" if mine is None else f"{mine} tokens"
-    emit(f"a prompt of {tokens} tokens at {url}")
-    emit(f"  in the engine itself: {own}")
-    emit(f"  in kvd, from the start without a gap: {hit} tokens, for {found['ranks']} ranks and {found['groups']} cache groups")
+    own = "unknown (the engine publishes no KV events)" if mine is None else _count(mine, "token")
+    emit(f"a prompt of {_count(tokens, 'token')} at {url}")
+    if found["chunks"]:
+        parts = f"{_count(found['ranks'], 'rank')} and {_count(found['groups'], 'cache group')}"
+        emit(f"  in the engine itself: {own}")
+        emit(f"  in kvd, from the start without a gap: {_count(hit, 'token')}, for {parts}")
     for remark in found["remarks"]:
         emit(f"  {remark}")
-    emit()
     rows = []
     for chunk in found["chunks"]:
         places = list(dict.fromkeys(place for there in chunk["places"] for place in there))
@@ -89,13 +90,17 @@ def _show_why(url: str, found: Mapping[str, Any]) -> None:
         reasons = "; ".join(_reason(reason, found) for reason in chunk["why"])
         own = {True: "yes", False: "no", None: "?"}[chunk["engine"]]
         rows.append((f"{chunk['start']}-{chunk['end']}", own, state, reasons))
-    for line in table(("TOKENS", "ENGINE", "KVD", "WHY NOT"), rows, indent="  ") if rows else ():
+    for line in ["", *table(("TOKENS", "ENGINE", "KVD", "WHY NOT"), rows, indent="  ")] if rows else ():
         emit(line)
     for other in found["elsewhere"]:
         emit()
         emit("  " + _other(other))
         for hint in other["hints"]:
             emit(f"    {hint}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _reason(reason: Mapping[str, Any], found: Mapping[str, Any]) -> str:
@@ -266,7 +271,7 @@ def _connector(report: Report, metrics: Mapping[str, float]) -> None:
         more = view["more"]
         does = " and ".join(word for word, on in (("stores", more["saves"]), ("loads", more["loads"])) if on) or "does nothing"
         ranks, groups = len(view["ranks"]), len(view["groups"])
-        size = f"chunks of {view['chunk_tokens']} tokens, {ranks} ranks, {groups} groups"
+        size = f"chunks of {view['chunk_tokens']} tokens, {_count(ranks, 'rank')}, {_count(groups, 'cache group')}"
         text = f"{engine['kv_connector']}, {engine['kv_role']}: {does}; {size}"
         report.add("connector", "ok" if more["saves"] or more["loads"] else "fail", text)
         if more["daemon_up"]:

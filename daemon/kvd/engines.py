@@ -129,7 +129,9 @@ class EngineServer:
             raise KvError(f"{self.url}/metrics answers {status}")
         found: dict[str, float] = {}
         for line in str(text).splitlines():
-            if line and not line.startswith("#"):
+            if line.startswith("# TYPE "):
+                found.setdefault(line.split()[2], 0.0)
+            elif line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]
                 try:

@@ -35,20 +35,23 @@ class KvdPrometheus(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[Counter]
-        self._counters = {
-            name: counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
+        # Every series is there from the start, at 0: a rate needs a beginning, and an absent series means an absent connector.
+        self._counters: dict[tuple[str, int], Any] = {}
+        for name, text in COUNTERS.items():
+            metric = counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=labelnames)
+            for engine, labels in per_engine_labelvalues.items():
+                self._counters[name, engine] = metric.labels(*labels)
         self._reasoned = {
             name: counter(name=f"vllm:kvd_{name}", documentation=f"kvd: {text}.", labelnames=[*labelnames, "reason"])
             for name, text in REASONED.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
             name, reason = split(key)
-            if reason and name in self._reasoned and value > 0:
-                self._reasoned[name].labels(*labels, reason).inc(value)
-            elif name in self._counters and value > 0:
-                self._counters[name].labels(*labels).inc(value)
+            if value <= 0:
+                continue
+            if reason and name in self._reasoned:
+                self._reasoned[name].labels(*self.per_engine_labelvalues[engine_idx], reason).inc(value)
+            elif (name, engine_idx) in self._counters:
+                self._counters[name, engine_idx].inc(value)

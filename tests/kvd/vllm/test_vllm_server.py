@@ -1,0 +1,301 @@
+"""kvd through the engine's own OpenAI server: what a request may ask for, prewarm, why, the canary, and `kvd status`.
+
+Two servers start at once and serve the whole module: one with the connector, and one as a decode engine would be, without
+it and with another hash seed. Each test has prompts of its own.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.connector.view import View
+from tests.support.api_server import ApiServer
+from tests.support.daemon import Daemon, MakeDaemon
+from tests.support.engine import model, prompt
+from tests.support.processes import Ran, run_cli, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("kvd"), pytest.mark.timeout(300)]
+
+
+class Pair:
+    """The daemon, the engine with kvd, and the one without."""
+
+    def __init__(self, daemon: Daemon, server: ApiServer, other: ApiServer) -> None:
+        self.daemon, self.server, self.other = daemon, server, other
+
+    def why(self, body: Any) -> dict[str, Any]:
+        return self.server.ok("POST", "/v1/cache/why", body)
+
+    def kvd(self, *words: str, stdin: str | None = None) -> Ran:
+        return run_cli("kvd", *words, env={"KVD_SOCKET": str(self.daemon.socket)}, stdin=stdin, timeout_s=60)
+
+    def namespaces(self, **more: Any) -> list[bytes]:
+        """Where this engine stores, for a request with these parameters."""
+        found = self.server.ok("POST", "/v1/cache/keys", {"token_ids": prompt(64, 999), **more})
+        return [bytes.fromhex(row["namespace"]) for row in found["namespaces"]]
+
+    def entry(self, body: dict[str, Any], number: int = 0) -> dict[str, Any]:
+        """What the daemon lists of the prompt's first chunk."""
+        keys = self.server.ok("POST", "/v1/cache/keys", body)
+        key, namespace = keys["chunks"][number]["key"], keys["namespaces"][0]["namespace"]
+        rows = self.kvd("keys", "--namespace", namespace, "--json").json()["keys"]
+        return next((row for row in rows if row["key"] == key), {})
+
+
+@pytest.fixture(scope="module")
+def pair(kvd_daemon_module: MakeDaemon) -> Iterator[Pair]:
+    daemon = kvd_daemon_module(max_bytes="64MiB", tier="256MiB")
+    server = ApiServer(model(), daemon.socket, events=True)
+    other = ApiServer(model(), env={"PYTHONHASHSEED": "7"})
+    with server, other:
+        yield Pair(daemon, server, other)
+
+
+# ---- what a request may ask for --------------------------------------------------------------------------------------
+
+
+def test_retention_ttl_and_tenant_come_through_the_openai_api(pair: Pair) -> None:
+    kinds = {"none": 1, "ephemeral": 2, "short": 3, "long": 4}
+    for word, seed in kinds.items():
+        pair.server.complete(prompt(300, seed), kv_transfer_params={"kvd_retention": word})
+    pair.server.complete(prompt(300, 5), kv_transfer_params={"infera_retention": "short", "infera_ttl_seconds": 300})
+    pair.server.complete(prompt(300, 6), kv_transfer_params={"kvd_ttl_seconds": 300})
+    entries = {word: pair.entry({"token_ids": prompt(300, seed)}) for word, seed in kinds.items()}
+    assert entries["none"] == {}
+    assert {word: entry["retention"] for word, entry in entries.items() if entry} == {w: w for w in kinds if w != "none"}
+    for seed, word in ((5, "short"), (6, "long")):
+        entry = pair.entry({"token_ids": prompt(300, seed)})
+        assert entry["retention"] == word
+        assert 200 < entry["expires_at"] - time.time() <= 300
+    # Ephemeral lives in the arena only.
+    with pair.daemon.client() as client:
+        client.flush(timeout_s=20)
+    places = {word: pair.why({"token_ids": prompt(300, seed)})["chunks"][0]["places"][0] for word, seed in kinds.items()}
+    assert places == {"none": [], "ephemeral": ["arena"], "short": ["arena", "disk"], "long": ["arena", "disk"]}
+
+
+def test_a_value_expires_and_why_says_so(pair: Pair) -> None:
+    one = {"token_ids": prompt(300, 10)}
+    pair.server.complete(one["token_ids"], kv_transfer_params={"kvd_ttl_seconds": 1})
+    pair.why(one)
+    found = wait_until(
+        lambda: (
+            (answer := pair.why(one))["chunks"][0]["state"] == "missing"
+            and answer["chunks"][0]["why"][0]["fate"] == "expired"
+            and answer
+        ),
+        timeout_s=20,
+        interval_s=0.2,
+        what="the chunk to expire",
+    )
+    assert "its time to live ended" in found["chunks"][0]["why"][0]["text"]
+
+
+def test_tenants_share_nothing_and_why_names_the_other_namespace(pair: Pair) -> None:
+    one = prompt(300, 11)
+    mine = {"kv_transfer_params": {"kvd_namespace": "tenant a"}}
+    pair.server.complete(one, **mine)
+    assert pair.namespaces(**mine) != pair.namespaces()
+    assert pair.why({"token_ids": one, **mine})["found_tokens"] == 288
+    found = pair.why({"token_ids": one})
+    assert found["found_tokens"] == 0
+    assert [bytes.fromhex(other["namespace"]) for other in found["elsewhere"]] == pair.namespaces(**mine)
+
+
+# ---- prewarm ---------------------------------------------------------------------------------------------------------
+
+
+def job(pair: Pair, body: dict[str, Any]) -> dict[str, Any]:
+    started = pair.server.ok("POST", "/v1/cache/prewarm", body)
+    assert started["status_url"] == f"/v1/cache/prewarm/{started['id']}"
+    return dict(
+        wait_until(
+            lambda: (found := pair.server.ok("GET", started["status_url"]))["state"] in ("done", "failed") and found,
+            timeout_s=30,
+            what="the job to end",
+        )
+    )
+
+
+def test_each_way_to_name_a_prompt_brings_up_the_same_bytes(pair: Pair) -> None:
+    words = "tell me about the weather in every town of the world " * 40
+    chat = [{"role": "user", "content": words}]
+    status, answer = pair.server.post(
+        "/v1/chat/completions", {"model": "tiny", "messages": chat, "max_tokens": 1, "temperature": 0}
+    )
+    assert status == 200, answer
+    rendered = pair.server.ok("POST", "/tokenize", {"model": "tiny", "messages": chat})["tokens"]
+    keys = pair.server.ok("POST", "/v1/cache/keys", {"messages": chat})
+    text = f"user: {words} "
+    bodies = [
+        {"messages": chat},
+        {"prompt": text},
+        {"token_ids": rendered},
+        {"prompt": rendered},
+        {"block_hashes": keys["block_hashes"]},
+        {
+            "custom_id": "1",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": chat, "temperature": 0.3, "stream": True},
+        },
+    ]
+    assert keys["prompt_tokens"] == len(rendered) == answer["usage"]["prompt_tokens"]
+    with pair.daemon.client() as client:
+        client.flush(timeout_s=20)
+        for body in bodies:
+            client.clear(arena_only=True, namespace=pair.namespaces()[0])
+            found = job(pair, body)
+            assert (found["state"], found["stopped_by"]) == ("done", ""), (body, found)
+            assert found["resident_tokens"] == len(rendered) // 32 * 32
+            assert found["promoted_bytes"] == found["resident_bytes"] > 0
+    # And the engine uses them: its own cache forgets, and the next request loads.
+    assert pair.why({"messages": chat})["engine_tokens"] == len(rendered) // 32 * 32
+
+
+def test_prewarm_keeps_within_its_bytes(pair: Pair) -> None:
+    one = {"token_ids": prompt(1000, 20)}
+    pair.server.complete(one["token_ids"])
+    with pair.daemon.client() as client:
+        client.flush(timeout_s=20)
+        client.clear(arena_only=True, namespace=pair.namespaces()[0])
+    found = job(pair, {**one, "max_bytes": "3MiB", "deadline_s": 20})
+    assert (found["stopped_by"], found["resident_tokens"], found["promoted_bytes"]) == ("max_bytes", 768, 3 << 20)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"no json", 400, "not JSON"),
+        ({}, 400, "exactly one of"),
+        ({"prompt": "a", "model": "nobody"}, 404, "does not exist"),
+        ({"token_ids": [10**9]}, 400, "vocabulary"),
+        ({"token_ids": [5] * 20000}, 400, "maximum context length"),
+        ({"block_hashes": ["00" * 16]}, 400, "block hashes are 32 bytes"),
+        ({"messages": [{"role": "user"}, 5]}, 400, "list of objects"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "deadline_s": -1}, 400, "deadline_s"),
+    ],
+)
+def test_bad_bodies_get_a_reason(pair: Pair, body: Any, status: int, says: str) -> None:
+    for path in ("/v1/cache/prewarm", "/v1/cache/why"):
+        got, answer = pair.server.post(path, body)
+        assert (got, answer["error"]["code"]) == (status, status)
+        assert says in answer["error"]["message"]
+
+
+def test_an_unknown_job_and_an_engine_without_the_connector_say_so(pair: Pair) -> None:
+    status, answer = pair.server.get("/v1/cache/prewarm/0123")
+    assert (status, "no prewarm job 0123" in answer["error"]["message"]) == (404, True)
+    status, answer = pair.other.post("/v1/cache/prewarm", {"prompt": "a"})
+    assert (status, answer["error"]["message"]) == (409, "this engine runs without KvdConnector")
+
+
+# ---- kvd why, kvd prefetch -------------------------------------------------------------------------------------------
+
+
+def test_kvd_why_tells_a_prompts_whole_life(pair: Pair, tmp_path: Path) -> None:
+    text = "once upon a time " * 120
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    words = ("why", "--engine", pair.server.url)
+    before = pair.kvd(*words, str(file))
+    assert (before.code, "never saved" in before.stdout) == (3, True)
+    pair.server.complete(text)
+    stored = pair.kvd(*words, "-", stdin=json.dumps({"model": "tiny", "prompt": text, "temperature": 0.7}))
+    assert stored.code == 0, stored.stderr
+    assert "arena" in stored.stdout
+    found = pair.kvd(*words, str(file), "--json").json()
+    assert found["engine_tokens"] == found["found_tokens"] > 256
+    with pair.daemon.client() as client:
+        client.flush(timeout_s=20)
+        client.clear(arena_only=True, namespace=pair.namespaces()[0])
+        up = pair.kvd("prefetch", "--engine", pair.server.url, str(file))
+        assert f"{found['found_tokens']} of {found['prompt_tokens']} tokens are in the arena" in up.stdout
+        client.clear(namespace=pair.namespaces()[0])
+    gone = pair.kvd(*words, str(file))
+    assert (gone.code, "cleared" in gone.stdout) == (3, True)
+    none = pair.kvd("prefetch", "--engine", pair.server.url, str(file))
+    assert "stopped at a chunk that is stored nowhere" in none.stdout
+
+
+def test_kvd_why_of_a_request_that_asked_for_nothing_to_be_stored(pair: Pair) -> None:
+    body = {"prompt": prompt(300, 30), "kv_transfer_params": {"kvd_retention": "none"}}
+    pair.server.complete(body["prompt"], kv_transfer_params=body["kv_transfer_params"])
+    found = wait_until(
+        lambda: (answer := pair.why(body))["chunks"][0]["why"][0]["fate"] == "unsaved" and answer,
+        timeout_s=10,
+        what="the connector's word to arrive",
+    )
+    assert "the request asked for retention none" in found["chunks"][0]["why"][0]["text"]
+    assert any("kvd_retention none" in remark for remark in found["remarks"])
+
+
+def test_what_another_engine_stored_is_found_and_the_field_that_differs_is_named(pair: Pair) -> None:
+    # The same engine as it would be with another seed, other chunks and another dtype: it stores what it would store.
+    mine = View.of_json(json.dumps(pair.server.ok("GET", "/v1/cache/engine")["view"]))
+    one = prompt(600, 40)
+    keys = pair.server.ok("POST", "/v1/cache/keys", {"token_ids": one})
+    from dataclasses import replace
+
+    from kvd.connector import book
+
+    hashes = [bytes.fromhex(each) for each in keys["block_hashes"]]
+    bf16 = replace(mine.ranks[0], facts={**mine.ranks[0].facts, "dtype": "torch.bfloat16"}, namespaces=(b"\x07" * 32,))
+    other = replace(mine, ranks=(bf16,), chunk=128, name="the neighbour", at=time.time())
+    with pair.daemon.client() as client:
+        book.enter(client, other)
+        theirs = other.keys(hashes)
+        for span in other.spans(theirs, len(one)):
+            client.put(theirs.of(span), b"v" * 5000, namespace=other.places()[0].namespace)
+        # And one whose hashes start from another seed: they are computed anew by this engine's server.
+        seeded = pair.other.ok("GET", "/v1/cache/engine")
+        assert seeded["problem"] == "this engine runs without KvdConnector"
+    found = pair.why({"token_ids": one})
+    (row,) = found["elsewhere"]
+    assert (row["engine"], row["tokens"]) == ("the neighbour", 576)
+    assert "dtype: torch.float32 / torch.bfloat16" in row["differs"]
+
+
+# ---- is it working, do they agree ------------------------------------------------------------------------------------
+
+
+def test_status_of_an_engine_is_the_check_that_it_works(pair: Pair) -> None:
+    ran = pair.kvd("status", "--engine", pair.server.url, "--probe", "--json")
+    body = ran.json()
+    words = {check["name"]: check["word"] for check in body["engines"][0]["checks"]}
+    assert ran.code == 0, body
+    expected = dict.fromkeys(("server", "routes", "connector", "daemon", "hash seed", "probe", "saving", "faults"), "ok")
+    assert {name: words[name] for name in expected} == expected
+
+
+def test_engines_with_different_hash_seeds_are_found_out(pair: Pair) -> None:
+    ran = pair.kvd("status", "--engine", pair.server.url, "--engine", pair.other.url)
+    assert ran.code == 1
+    assert "hash one block of known tokens differently" in ran.stdout
+    assert "set PYTHONHASHSEED to one value" in ran.stdout
+    same = pair.kvd("status", "--engine", pair.server.url, "--engine", pair.server.url.replace("127.0.0.1", "localhost"), "--json")
+    assert {check["name"]: check["word"] for check in same.json()["together"]} == {"canary": "ok", "sharing": "ok"}
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_engines_metrics_carry_ours_and_agree_with_its_own(pair: Pair) -> None:
+    one = prompt(1000, 50)
+    before = pair.server.metrics()
+    pair.server.complete(one)
+    status, _ = pair.server.post("/reset_prefix_cache", {})
+    assert status in (200, 404)
+    after = wait_until(
+        lambda: (found := pair.server.metrics())["vllm:kvd_saves"] >= before["vllm:kvd_saves"] + 4 and found,
+        timeout_s=20,
+        interval_s=0.2,
+        what="the counters to arrive",
+    )
+    assert after["vllm:kvd_hit_tokens"] == after["vllm:external_prefix_cache_hits"]
+    assert after["vllm:kvd_errors"] == 0
