@@ -137,6 +137,8 @@ def stats(socket: Path | None, json: bool, watch: bool, interval: str, count: in
 
 
 def _with_age(body: dict[str, Any], reading: StatsReading) -> dict[str, Any]:
+    from kvd.connector.segment import engines
+
     now = time.time_ns()
     return {
         "instance": reading.instance,
@@ -144,6 +146,7 @@ def _with_age(body: dict[str, Any], reading: StatsReading) -> dict[str, Any]:
         "uptime_s": round((now - reading.created_ns) / 1e9, 3),
         "heartbeat_age_s": round((now - reading.heartbeat_ns) / 1e9, 3),
         **body,
+        "engines": engines(reading.instance),
     }
 
 
@@ -177,7 +180,7 @@ def _watch_line(body: dict[str, Any], before: dict[str, Any] | None, every: floa
 def _show(body: dict[str, Any]) -> None:
     emit(f"kvd {body['instance']}  pid {body['pid']}  up {format_duration(body['uptime_s'])}")
     for name, value in body.items():
-        if name in ("instance", "pid", "uptime_s", "tiers"):
+        if name in ("instance", "pid", "uptime_s", "tiers", "engines"):
             continue
         if isinstance(value, dict):
             for label, part in value.items():
@@ -190,6 +193,13 @@ def _show(body: dict[str, Any]) -> None:
         for name, value in tier.items():
             if name not in ("name", "type") and not isinstance(value, dict):
                 emit(f"  {name:36} {_number(name, value)}")
+    for engine in body["engines"]:
+        rate = engine["external_hit_rate"]
+        emit(f"engine {engine['engine']} ({engine['processes']} processes)")
+        emit(f"  {'external_hit_rate':36} {'-' if rate is None else f'{100 * rate:.1f} %'}")
+        for name, value in engine.items():
+            if name not in ("engine", "processes", "external_hit_rate"):
+                emit(f"  {name:36} {_number(name, round(value, 3))}")
 
 
 def _number(name: str, value: float) -> str:

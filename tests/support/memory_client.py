@@ -15,6 +15,7 @@ class Found:
     def __init__(self, length: int, token: bytes | None) -> None:
         self.length = length
         self.token = token
+        self.sources = bytes(length)
 
 
 class MemoryLease:
@@ -64,7 +65,7 @@ class MemoryClient:
     def close(self) -> None:
         pass
 
-    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[bytes], pin_s: float = 0.0) -> Found:
+    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[bytes], pin_s: float = 0.0, where: bool = False) -> Found:
         self._called("prefix")
         length = 0
         while length < len(keys) and all((namespace, keys[length]) in self.values for namespace in namespaces):
@@ -78,6 +79,9 @@ class MemoryClient:
     def put(self, key: bytes, data: bytes, *, namespace: str) -> None:
         self._called("put")
         self.facts[key] = data
+
+    def note(self, keys: Sequence[bytes], why: str, *, namespace: bytes) -> None:
+        self._called("note")
 
     def exists(self, keys: Sequence[bytes], *, namespace: bytes) -> list[bool]:
         self._called("exists")

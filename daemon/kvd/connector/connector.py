@@ -14,6 +14,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import vllm
@@ -40,6 +41,8 @@ from kvd.connector.segment import Publisher
 from kvd.connector.settings import read_settings
 from kvd.connector.view import View
 from kvd.connector.worker import Results, Worker
+from kvd.wire.connection import default_socket
+from kvtools.segments.stats import instance_of_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -222,7 +225,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             loads = worker.loading if worker is not None else 0
             return {"daemon_up": int(link.up), "loads_active": loads, "chunk_tokens": chunk, "groups": groups}
 
-        self._publisher = Publisher(f"{os.getpid()}-{who}", self._counters, gauges)
+        socket = Path(self._settings.socket or default_socket()).absolute()
+        labels = {"daemon": instance_of_path(socket), "engine": str(self._kv_transfer_config.engine_id or "")[:12]}
+        self._publisher = Publisher(f"{os.getpid()}-{who}", self._counters, gauges, labels=labels)
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -354,8 +359,18 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def update_state_after_alloc(self, request: "Request", blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None and num_external_tokens > 0:
+        if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(dict)
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[Any, int]:
+        """Which tier a hit came from, for vLLM's `prompt_tokens_cached_by_source`. What several hosts share has no word there."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        told = self._scheduler.sources_of(request.request_id) if self._scheduler is not None else {}
+        names = {"arena": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "remote": CacheHitSource.EXTERNAL_UNSPECIFIED}
+        found = {names[name]: tokens for name, tokens in told.items()}
+        return found if sum(found.values()) == num_external_tokens else {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._scheduler is None:

@@ -31,6 +31,7 @@ from kvd.connector.settings import Settings
 from kvd.connector.view import HashSource, View
 from kvd.errors import KvdError
 from kvd.store.retention import Retention
+from kvd.wire.protocol import SOURCES
 
 logger = logging.getLogger("vllm.kvd")
 
@@ -66,6 +67,8 @@ class Answer:
     at: float
     spans: tuple[Span, ...] = ()
     token: bytes | None = None
+    sources: bytes = b""
+    """Where each span comes from: numbers of the protocol's SOURCES."""
 
 
 @dataclass(slots=True)
@@ -78,6 +81,11 @@ class Tracked:
     ttl_s: float | None
     salt: bytes
     answer: Answer | None = None
+    asked: int | None = None
+    """Tokens the engine had itself when it asked for the first time; None once that is counted."""
+    counted: bool = False
+    sources: dict[str, int] = field(default_factory=dict)
+    """Of the last load: tokens by source."""
     deferred_since: float | None = None
     failed: bool = False
     saved: int = 0
@@ -226,6 +234,7 @@ class Scheduler:
 
     def match(self, request: Request, computed: int) -> int | None:
         """Tokens stored beyond the `computed` ones the engine has itself; None: ask again in the next step."""
+        self.arrived(request).asked = computed
         if not self._load or request.skip_reading_prefix_cache:
             return 0
         if not self.active:
@@ -285,7 +294,7 @@ class Scheduler:
             return nothing
         begun = time.perf_counter()
         try:
-            found, token = self._look_up(tracked, spans, end, computed)
+            found, token, sources = self._look_up(tracked, spans, end, computed)
         except Down:
             return nothing
         except KvdError as error:
@@ -298,22 +307,24 @@ class Scheduler:
         hit = min(found[-1].end, most) if found else 0
         if hit <= computed:
             return nothing
-        return Answer(computed, tracked.request.num_tokens, hit, now, tuple(span for span in found if span.start < hit), token)
+        kept = tuple(span for span in found if span.start < hit)
+        return Answer(computed, tracked.request.num_tokens, hit, now, kept, token, sources[: len(kept)].ljust(len(kept), b"\0"))
 
-    def _look_up(self, tracked: Tracked, spans: list[Span], end: int, computed: int) -> tuple[list[Span], bytes | None]:
-        """The leading spans that all ranks and groups hold, and the token that pins them. Raises Down, KvdError."""
+    def _look_up(self, tracked: Tracked, spans: list[Span], end: int, computed: int) -> tuple[list[Span], bytes | None, bytes]:
+        """The leading spans that all ranks and groups hold, the token that pins them, their sources. Raises Down, KvdError."""
         namespaces = self.namespaces(tracked.salt)
         pin_s = self.settings.pin_s
         keys = [tracked.keys.of(span) for span in spans]
-        result = self._link.call(lambda client: client.prefix(keys, namespaces=list(namespaces), pin_s=pin_s))
-        length = result.length
+        result = self._link.call(lambda client: client.prefix(keys, namespaces=list(namespaces), pin_s=pin_s, where=True))
+        length, sources = result.length, result.sources
         if pin_s and 0 < length < len(spans):
             # What is pinned must fit the arena at once; more may be there than that.
             rest = keys[length:]
-            length += self._link.call(lambda client: client.prefix(rest, namespaces=list(namespaces))).length
+            more = self._link.call(lambda client: client.prefix(rest, namespaces=list(namespaces), where=True))
+            length, sources = length + more.length, sources + more.sources
         found = spans[:length]
         if length == len(spans):
-            return found, result.token
+            return found, result.token, sources
         # The run ends early: perhaps in a tail, the end of a shorter prompt that began like this one.
         start = spans[length].start
         tails = tracked.keys.tails(start, min(start + self.chunk, end), max(start, computed))
@@ -322,14 +333,15 @@ class Scheduler:
             tail_keys = [tracked.keys.of(tail) for tail in tails]
             there = self._link.call(lambda client: client.exists(tail_keys, namespace=namespaces[0]))
             for tail, key, one in zip(tails, tail_keys, there, strict=True):
-                if one and self._everywhere(key, namespaces[1:]):
-                    return [*found, tail], result.token
-        return found, result.token
+                more = self._everywhere(key, namespaces) if one else b""
+                if more:
+                    return [*found, tail], result.token, sources + more
+        return found, result.token, sources
 
-    def _everywhere(self, key: bytes, namespaces: Sequence[bytes]) -> bool:
-        if not namespaces:
-            return True
-        return bool(self._link.call(lambda client: client.prefix([key], namespaces=list(namespaces))).length)
+    def _everywhere(self, key: bytes, namespaces: Sequence[bytes]) -> bytes:
+        """One key's source where every namespace has it, else nothing."""
+        found = self._link.call(lambda client: client.prefix([key], namespaces=list(namespaces), where=True))
+        return found.sources or bytes(found.length)
 
     def _is_bad(self, tracked: Tracked, span: Span, now: float) -> bool:
         if not self._bad:
@@ -340,9 +352,10 @@ class Scheduler:
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external: int) -> None:
         """The engine allocated blocks for `external` tokens of a hit. `tables`: all block tables, by the engine's group id."""
+        tracked = self.arrived(request)
+        self._count_query(tracked, external)
         if external <= 0:
             return
-        tracked = self.arrived(request)
         answer = tracked.answer
         why = ""
         moves: tuple[Move, ...] = ()
@@ -363,6 +376,32 @@ class Scheduler:
         for key in tracked.loading:
             self._in_flight.setdefault(key, request.request_id)
         self.counters.add("hit_tokens", external)
+        tracked.sources = self._sources(answer, external) if answer else {}
+        for name, tokens in tracked.sources.items():
+            self.counters.add(f"hit_tokens_{name}", tokens)
+
+    def _count_query(self, tracked: Tracked, external: int) -> None:
+        """As vLLM counts for its external hit rate: each request once, with what it was asked for and what it got."""
+        if tracked.asked is not None and not tracked.counted:
+            tracked.counted = True
+            if not getattr(tracked.request, "num_preemptions", 0):
+                self.counters.add("query_tokens", tracked.request.num_tokens - tracked.asked)
+                self.counters.add("query_hit_tokens", external)
+
+    def _sources(self, answer: Answer, external: int) -> dict[str, int]:
+        """The tokens of a hit by where they come from; they add up to `external`."""
+        told: dict[str, int] = {}
+        end = answer.computed + external
+        for span, source in zip(answer.spans, answer.sources, strict=True):
+            tokens = min(span.end, end) - max(span.start, answer.computed)
+            if tokens > 0:
+                told[SOURCES[source]] = told.get(SOURCES[source], 0) + tokens
+        return told
+
+    def sources_of(self, request_id: str) -> dict[str, int]:
+        """Where the tokens of a request's last load come from: by 'arena', 'disk', 'remote'."""
+        tracked = self._requests.get(request_id)
+        return dict(tracked.sources) if tracked is not None else {}
 
     def _load_moves(self, tracked: Tracked, answer: Answer, tables: Sequence[Sequence[int]], end: int) -> list[Move]:
         moves = []

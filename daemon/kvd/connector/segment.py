@@ -8,11 +8,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvd.connector.metrics import COUNTERS, REASONED, REASONS, Counters, split
 from kvtools.errors import KvError
 from kvtools.segments.files import SHM
-from kvtools.segments.stats import Metric, StatsWriter, find_stats, remove_unlocked
+from kvtools.segments.stats import Metric, StatsReader, StatsWriter, find_stats, remove_unlocked
 
 logger = logging.getLogger("vllm.kvd")
 
@@ -30,27 +32,40 @@ def _unit(name: str) -> str:
     return next((unit for unit in ("bytes", "seconds", "tokens") if name.endswith(f"_{unit}")), "")
 
 
-def metrics() -> list[Metric]:
-    """The schema: every counter as `<name>_total`, then the gauges."""
+INFO = "process_info"
+
+
+def metrics(labels: Mapping[str, str] = MappingProxyType({})) -> list[Metric]:
+    """The schema: every counter as `<name>_total`, then the gauges, and what this process belongs to as labels of one more."""
     counted = [
         Metric(f"{name}_total", "counter", _unit(name), text, float=name.endswith("_seconds")) for name, text in COUNTERS.items()
     ]
     for name, text in REASONED.items():
         counted += [Metric(f"{name}_total", "counter", "", text, {"reason": reason}) for reason in REASONS]
-    return counted + [Metric(name, "gauge", unit, text) for name, (unit, text) in GAUGES.items()]
+    gauges = [Metric(name, "gauge", unit, text) for name, (unit, text) in GAUGES.items()]
+    return [*counted, *gauges, Metric(INFO, "gauge", "", "1; whose process this is is in the labels", dict(labels))]
 
 
 class Publisher:
     """Writes one segment until closed. `gauges` is asked each time; it must be quick and thread-safe."""
 
-    def __init__(self, instance: str, counters: Counters, gauges: Callable[[], Mapping[str, int]], *, root: Path = SHM) -> None:
+    def __init__(
+        self,
+        instance: str,
+        counters: Counters,
+        gauges: Callable[[], Mapping[str, int]],
+        *,
+        labels: Mapping[str, str] = MappingProxyType({}),
+        root: Path = SHM,
+    ) -> None:
         self._counters = counters
         self._gauges = gauges
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         try:
             self._sweep(root)
-            self._writer = StatsWriter("connector", instance, metrics(), root=root)
+            self._writer = StatsWriter("connector", instance, metrics(labels), root=root)
+            self._writer.set(self._writer.index(INFO, **labels), 1)
         except KvError as error:
             logger.warning("kvd: no numbers in shared memory: %s", error)
             return
@@ -86,3 +101,29 @@ class Publisher:
             for name, number in self._gauges().items():
                 writer.set(writer.index(name), number)
         writer.heartbeat()
+
+
+def engines(daemon: str, *, root: Path = SHM) -> list[dict[str, Any]]:
+    """The engines on this host that belong to a daemon (its instance), each with the sums of its live processes' counters.
+
+    `external_hit_rate` is what vLLM shows as its external prefix cache hit rate since start; None before the first request.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in find_stats(root, "connector"):
+        try:
+            with StatsReader(path) as reader:
+                reading = reader.read()
+        except KvError:
+            continue
+        info = next((metric.labels for metric in reading.schema if metric.name == INFO), {})
+        if not reading.alive or info.get("daemon") != daemon:
+            continue
+        engine = found.setdefault(info.get("engine", ""), {"engine": info.get("engine", ""), "processes": 0})
+        engine["processes"] += 1
+        for metric, value in zip(reading.schema, reading.values, strict=True):
+            if metric.type == "counter":
+                engine[metric.name] = engine.get(metric.name, 0) + value
+    for engine in found.values():
+        asked = engine.get("query_tokens_total", 0)
+        engine["external_hit_rate"] = engine.get("query_hit_tokens_total", 0) / asked if asked else None
+    return list(found.values())

@@ -273,7 +273,11 @@ class Operations:
         length = self._leading(m, NOTHING)
         if length < len(m.keys) and m.timeout_ms > 0 and self.tiering.must_ask:
             return self._prefix_below(link, m)
-        return self._pin_prefix(link, m, length, NOTHING) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
+        return self._pin_prefix(link, m, length, NOTHING) if m.pin_ms > 0 and length else self._found(m, length, NOTHING)
+
+    def _found(self, m: p.Prefix, length: int, known: Known, token: bytes = b"") -> p.PrefixFound:
+        sources = rounds.sources(self.store, self.tiering, m.namespaces, m.keys[:length], known) if m.where else b""
+        return p.PrefixFound(m.id, length, token, sources)
 
     def _leading(self, m: p.Prefix, known: Known) -> int:
         """How many leading keys RAM and tiers have, as far as is known."""
@@ -297,11 +301,12 @@ class Operations:
             asked = length + ASK_KEYS
             known.update(await self._ask(m.namespaces, m.keys[length:asked], deadline))
             length = self._leading(m, known)
-        return await self._pin_prefix(link, m, length, known) if m.pin_ms > 0 and length else p.PrefixFound(m.id, length, b"")
+        return await self._pin_prefix(link, m, length, known) if m.pin_ms > 0 and length else self._found(m, length, known)
 
     async def _pin_prefix(self, link: Connection, m: p.Prefix, length: int, known: Known) -> p.Answer:
         """Pin what RAM has under a token and start promoting the rest; shorter where there is no room for all of it."""
         seconds = min(m.pin_ms / 1000, LEASE_S)
+        found = self._found(m, length, known)
         gathering = Gathering(self.store, self.tiering, m.namespaces, m.keys[:length], known, client=link)
         await gathering.begin(asyncio.get_running_loop().time() + max(PIN_ROOM_S, m.timeout_ms / 1000))
         if not gathering.length:
@@ -310,7 +315,7 @@ class Operations:
         token = secrets.token_bytes(16)
         self.tokens[token] = gathering
         asyncio.get_running_loop().call_later(seconds, self._end_token, token)
-        return p.PrefixFound(m.id, gathering.length, token)
+        return p.PrefixFound(m.id, gathering.length, token, found.sources[: gathering.length])
 
     def _end_token(self, token: bytes) -> None:
         gathering = self.tokens.pop(token, None)

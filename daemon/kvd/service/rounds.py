@@ -12,7 +12,7 @@ from operator import itemgetter
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
 from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Adapter, Hit
-from kvd.tiers.tiering import ASK_S, Tiering
+from kvd.tiers.tiering import ASK_S, Known, Tiering
 from kvd.wire import protocol as p
 
 MAX_PAGE = 10000
@@ -79,6 +79,23 @@ def _row(store: Store, identity: Identity) -> Row | None:
     if slot is None:
         return None
     return identity, index.length_of[slot], index.klass_of[slot], index.expires_of[slot], "arena"
+
+
+REMOTE = frozenset({"s3", "resp", "hfbucket", "mooncake_store", "lmcache"})
+"""Types of tiers that several hosts share."""
+
+
+def sources(store: Store, tiering: Tiering, namespaces: list[bytes], keys: list[bytes], known: Known) -> bytes:
+    """Where each of these keys, which are there in all namespaces, comes from: the farthest place, as numbers of SOURCES."""
+    far = bytearray(len(keys))
+    if not tiering.tiers:
+        return bytes(far)
+    kinds = [2 if tier.adapter.type in REMOTE else 1 for tier in tiering.tiers]
+    for namespace in namespaces:
+        below = [i for i, slot in enumerate(store.find(namespace, keys).tolist()) if slot == ABSENT]
+        for i, number in zip(below, tiering.numbers([namespace + keys[i] for i in below], known), strict=True):
+            far[i] = max(far[i], kinds[number])
+    return bytes(far)
 
 
 async def places(store: Store, tiering: Tiering, namespace: bytes, keys: list[bytes]) -> list[list[str]]:

@@ -314,6 +314,11 @@ class Tiering:
         where = self.locate(identities, known)
         return [i in where for i in range(len(identities))]
 
+    def numbers(self, identities: Sequence[Identity], known: Known = NOTHING) -> list[int]:
+        """The number of the tier that each would come from; the first one's for what none is known to hold."""
+        where = self.locate(identities, known)
+        return [where[i][0] if i in where else 0 for i in range(len(identities))]
+
     async def fetch(
         self,
         namespace: bytes,

@@ -42,6 +42,8 @@ class PrefixResult:
 
     length: int
     token: bytes | None = None
+    sources: bytes = b""
+    """One byte a key of the run, where asked for: numbers of protocol.SOURCES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +346,22 @@ class Client:
         flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys, self._patience_ms), p.Flags)).flags
         return list(map(bool, flags))
 
-    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[str | bytes] | None = None, pin_s: float = 0.0) -> PrefixResult:
-        """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given."""
+    def prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespaces: Sequence[str | bytes] | None = None,
+        pin_s: float = 0.0,
+        where: bool = False,
+    ) -> PrefixResult:
+        """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given.
+
+        `where` asks where each would come from, too.
+        """
         spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
-        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000), self._patience_ms)
+        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000), self._patience_ms, where)
         found = self._again(lambda link: link.call(request, p.PrefixFound))
-        return PrefixResult(found.length, found.token or None)
+        return PrefixResult(found.length, found.token or None, found.sources)
 
     def claim(self, token: bytes, *, namespace: str | bytes | None = None, timeout_s: float | None = None) -> ReadLease:
         """Take over what `prefix` pinned, one namespace of it, on this connection. Raises LeaseLost when it has ended."""

@@ -129,13 +129,14 @@ class Abort(Request, tag=16):
 class Prefix(Request, tag=17):
     """Leading run of keys present in all namespaces; `pin_ms` > 0 pins it under a token and starts its promotion.
 
-    `timeout_ms` as in Exists.
+    `timeout_ms` as in Exists. `where` asks for the sources of PrefixFound.
     """
 
     namespaces: list[bytes]
     keys: list[bytes]
     pin_ms: int = 0
     timeout_ms: int = 0
+    where: bool = False
 
 
 class Claim(Request, tag=18):
@@ -312,8 +313,11 @@ class Committed(Answer, tag=54):
 
 
 class PrefixFound(Answer, tag=55):
+    """`sources`, where asked for: one byte a key of the run, the farthest place of any namespace's value, see SOURCES."""
+
     length: int
     token: bytes
+    sources: bytes = b""
 
 
 class Count(Answer, tag=56):
@@ -354,6 +358,9 @@ class DirectHeld(Answer, tag=66):
     lease: int
     rows: list[tuple[int, str, int, int, int, bytes] | None]
 
+
+SOURCES = ("arena", "disk", "remote")
+"""Where a value comes from: RAM, a tier of this host, a tier of several hosts. The numbers are on the wire."""
 
 CODES = ("bad_frame", "bad_request", "no_room", "busy", "too_large", "lease_lost", "draining", "read_only", "timeout", "internal")
 

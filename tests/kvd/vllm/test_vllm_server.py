@@ -1,7 +1,7 @@
 """kvd through the engine's own OpenAI server: what a request may ask for, prewarm, why, the canary, and `kvd status`.
 
-Two servers start at once and serve the whole module: one with the connector, and one as a decode engine would be, without
-it and with another hash seed. Each test has prompts of its own.
+One server serves the whole module; each test has prompts of its own. The slow tests ask a second one besides, as a decode
+engine would be: without the connector, and with another hash seed.
 """
 
 import json
@@ -15,17 +15,17 @@ import pytest
 from kvd.connector.view import View
 from tests.support.api_server import ApiServer
 from tests.support.daemon import Daemon, MakeDaemon
-from tests.support.engine import model, prompt
+from tests.support.engine import Engine, model, prompt
 from tests.support.processes import Ran, run_cli, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("kvd"), pytest.mark.timeout(300)]
 
 
 class Pair:
-    """The daemon, the engine with kvd, and the one without."""
+    """The daemon and an engine with kvd."""
 
-    def __init__(self, daemon: Daemon, server: ApiServer, other: ApiServer) -> None:
-        self.daemon, self.server, self.other = daemon, server, other
+    def __init__(self, daemon: Daemon, server: ApiServer) -> None:
+        self.daemon, self.server = daemon, server
 
     def why(self, body: Any) -> dict[str, Any]:
         return self.server.ok("POST", "/v1/cache/why", body)
@@ -49,10 +49,15 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(kvd_daemon_module: MakeDaemon) -> Iterator[Pair]:
     daemon = kvd_daemon_module(max_bytes="64MiB", tier="256MiB")
-    server = ApiServer(model(), daemon.socket, events=True)
-    other = ApiServer(model(), env={"PYTHONHASHSEED": "7"})
-    with server, other:
-        yield Pair(daemon, server, other)
+    with ApiServer(model(), daemon.socket, events=True) as server:
+        yield Pair(daemon, server)
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[ApiServer]:
+    """An engine without kvd, and with a hash seed of its own."""
+    with ApiServer(model(), env={"PYTHONHASHSEED": "7"}) as server:
+        yield server
 
 
 # ---- what a request may ask for --------------------------------------------------------------------------------------
@@ -82,17 +87,11 @@ def test_a_value_expires_and_why_says_so(pair: Pair) -> None:
     one = {"token_ids": prompt(300, 10)}
     pair.server.complete(one["token_ids"], kv_transfer_params={"kvd_ttl_seconds": 1})
     pair.why(one)
-    found = wait_until(
-        lambda: (
-            (answer := pair.why(one))["chunks"][0]["state"] == "missing"
-            and answer["chunks"][0]["why"][0]["fate"] == "expired"
-            and answer
-        ),
-        timeout_s=20,
-        interval_s=0.2,
-        what="the chunk to expire",
-    )
-    assert "its time to live ended" in found["chunks"][0]["why"][0]["text"]
+
+    def reason() -> str:
+        return next((str(why["text"]) for why in pair.why(one)["chunks"][0]["why"] if why["fate"] == "expired"), "")
+
+    wait_until(lambda: "its time to live ended" in reason(), timeout_s=20, interval_s=0.2, what="the chunk to expire")
 
 
 def test_tenants_share_nothing_and_why_names_the_other_namespace(pair: Pair) -> None:
@@ -124,9 +123,8 @@ def job(pair: Pair, body: dict[str, Any]) -> dict[str, Any]:
 def test_each_way_to_name_a_prompt_brings_up_the_same_bytes(pair: Pair) -> None:
     words = "tell me about the weather in every town of the world " * 40
     chat = [{"role": "user", "content": words}]
-    status, answer = pair.server.post(
-        "/v1/chat/completions", {"model": "tiny", "messages": chat, "max_tokens": 1, "temperature": 0}
-    )
+    request = {"model": "tiny", "messages": chat, "max_tokens": 1, "temperature": 0}
+    status, answer = pair.server.post("/v1/chat/completions", request)
     assert status == 200, answer
     rendered = pair.server.ok("POST", "/tokenize", {"model": "tiny", "messages": chat})["tokens"]
     keys = pair.server.ok("POST", "/v1/cache/keys", {"messages": chat})
@@ -137,12 +135,7 @@ def test_each_way_to_name_a_prompt_brings_up_the_same_bytes(pair: Pair) -> None:
         {"token_ids": rendered},
         {"prompt": rendered},
         {"block_hashes": keys["block_hashes"]},
-        {
-            "custom_id": "1",
-            "method": "POST",
-            "url": "/v1/chat/completions",
-            "body": {"messages": chat, "temperature": 0.3, "stream": True},
-        },
+        {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {**request, "stream": True}},
     ]
     assert keys["prompt_tokens"] == len(rendered) == answer["usage"]["prompt_tokens"]
     with pair.daemon.client() as client:
@@ -188,11 +181,18 @@ def test_bad_bodies_get_a_reason(pair: Pair, body: Any, status: int, says: str) 
         assert says in answer["error"]["message"]
 
 
-def test_an_unknown_job_and_an_engine_without_the_connector_say_so(pair: Pair) -> None:
+def test_an_unknown_job_is_not_found(pair: Pair) -> None:
     status, answer = pair.server.get("/v1/cache/prewarm/0123")
     assert (status, "no prewarm job 0123" in answer["error"]["message"]) == (404, True)
-    status, answer = pair.other.post("/v1/cache/prewarm", {"prompt": "a"})
+
+
+@pytest.mark.slow
+def test_an_engine_without_the_connector_says_so(other: ApiServer) -> None:
+    status, answer = other.post("/v1/cache/prewarm", {"prompt": "a"})
     assert (status, answer["error"]["message"]) == (409, "this engine runs without KvdConnector")
+    assert other.ok("GET", "/v1/cache/engine")["problem"] == "this engine runs without KvdConnector"
+    ran = run_cli("kvd", "status", "--engine", other.url)
+    assert (ran.rc, "without KvdConnector" in ran.stdout) == (1, True)
 
 
 # ---- kvd why, kvd prefetch -------------------------------------------------------------------------------------------
@@ -204,10 +204,10 @@ def test_kvd_why_tells_a_prompts_whole_life(pair: Pair, tmp_path: Path) -> None:
     file.write_text(text)
     words = ("why", "--engine", pair.server.url)
     before = pair.kvd(*words, str(file))
-    assert (before.code, "never saved" in before.stdout) == (3, True)
+    assert (before.rc, "never saved" in before.stdout) == (3, True)
     pair.server.complete(text)
     stored = pair.kvd(*words, "-", stdin=json.dumps({"model": "tiny", "prompt": text, "temperature": 0.7}))
-    assert stored.code == 0, stored.stderr
+    assert stored.rc == 0, stored.stderr
     assert "arena" in stored.stdout
     found = pair.kvd(*words, str(file), "--json").json()
     assert found["engine_tokens"] == found["found_tokens"] > 256
@@ -218,7 +218,7 @@ def test_kvd_why_tells_a_prompts_whole_life(pair: Pair, tmp_path: Path) -> None:
         assert f"{found['found_tokens']} of {found['prompt_tokens']} tokens are in the arena" in up.stdout
         client.clear(namespace=pair.namespaces()[0])
     gone = pair.kvd(*words, str(file))
-    assert (gone.code, "cleared" in gone.stdout) == (3, True)
+    assert (gone.rc, "cleared" in gone.stdout) == (3, True)
     none = pair.kvd("prefetch", "--engine", pair.server.url, str(file))
     assert "stopped at a chunk that is stored nowhere" in none.stdout
 
@@ -252,13 +252,22 @@ def test_what_another_engine_stored_is_found_and_the_field_that_differs_is_named
         theirs = other.keys(hashes)
         for span in other.spans(theirs, len(one)):
             client.put(theirs.of(span), b"v" * 5000, namespace=other.places()[0].namespace)
-        # And one whose hashes start from another seed: they are computed anew by this engine's server.
-        seeded = pair.other.ok("GET", "/v1/cache/engine")
-        assert seeded["problem"] == "this engine runs without KvdConnector"
     found = pair.why({"token_ids": one})
     (row,) = found["elsewhere"]
     assert (row["engine"], row["tokens"]) == ("the neighbour", 576)
     assert "dtype: torch.float32 / torch.bfloat16" in row["differs"]
+
+
+def test_a_prompt_stored_under_another_hash_seed_is_found_by_hashing_it_anew(pair: Pair) -> None:
+    # A real engine with another seed stores; this one has never seen the prompt.
+    one = prompt(600, 41)
+    with Engine(model(), pair.daemon.socket, env={"PYTHONHASHSEED": "9"}) as engine:
+        engine.one(one)
+        wait_until(lambda: pair.why({"token_ids": one})["elsewhere"], timeout_s=20, interval_s=0.2, what="the engine's record")
+    (row,) = pair.why({"token_ids": one})["elsewhere"]
+    assert row["tokens"] == 576
+    assert [line.partition(":")[0] for line in row["differs"]] == ["hash_seed"]
+    assert "set PYTHONHASHSEED" in row["hints"][0]
 
 
 # ---- is it working, do they agree ------------------------------------------------------------------------------------
@@ -268,18 +277,22 @@ def test_status_of_an_engine_is_the_check_that_it_works(pair: Pair) -> None:
     ran = pair.kvd("status", "--engine", pair.server.url, "--probe", "--json")
     body = ran.json()
     words = {check["name"]: check["word"] for check in body["engines"][0]["checks"]}
-    assert ran.code == 0, body
+    assert ran.rc == 0, body
     expected = dict.fromkeys(("server", "routes", "connector", "daemon", "hash seed", "probe", "saving", "faults"), "ok")
     assert {name: words[name] for name in expected} == expected
 
 
-def test_engines_with_different_hash_seeds_are_found_out(pair: Pair) -> None:
-    ran = pair.kvd("status", "--engine", pair.server.url, "--engine", pair.other.url)
-    assert ran.code == 1
-    assert "hash one block of known tokens differently" in ran.stdout
-    assert "set PYTHONHASHSEED to one value" in ran.stdout
+def test_engines_that_hash_alike_are_said_to(pair: Pair) -> None:
     same = pair.kvd("status", "--engine", pair.server.url, "--engine", pair.server.url.replace("127.0.0.1", "localhost"), "--json")
     assert {check["name"]: check["word"] for check in same.json()["together"]} == {"canary": "ok", "sharing": "ok"}
+
+
+@pytest.mark.slow
+def test_engines_with_different_hash_seeds_are_found_out(pair: Pair, other: ApiServer) -> None:
+    ran = pair.kvd("status", "--engine", pair.server.url, "--engine", other.url)
+    assert ran.rc == 1
+    assert "hash one block of known tokens differently" in ran.stdout
+    assert "set PYTHONHASHSEED to one value" in ran.stdout
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
