@@ -286,10 +286,9 @@ def _hashes(report: Report) -> None:
     view = (report.engine or {}).get("view")
     if view is None:
         report.add("hash seed", "unknown", "only kvd's routes can tell")
-    elif view["more"]["seed_known_by"] == "server":
+    elif view["more"]["seed"] == "fixed":
         report.add("hash seed", "ok", f"{view['hashes']['algorithm']}, the same after a restart")
     else:
-        # The server works the seed out where it is not random: here it could not.
         text = f"{view['hashes']['algorithm']} with a seed that is random in each process: a restart finds nothing"
         report.add("hash seed", "fail", text, "set PYTHONHASHSEED=0 for every engine, or use --prefix-caching-hash-algo sha256")
 

@@ -10,13 +10,17 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvtools.cli import COMMANDS
+from kvtools.config import Setting
+from kvtools.units import format_duration, format_size
 from tests.support.typer_tree import Node, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 ADAPTERS = ROOT / "daemon" / "ADAPTERS.md"
+CONNECTOR = ROOT / "daemon" / "CONNECTOR.md"
 
 
 def commands() -> str:
@@ -69,9 +73,50 @@ def keys() -> str:
     return readme_table().strip("\n")
 
 
+def variables() -> str:
+    """Every variable of the daemon and the connector, from the settings that read them."""
+    from kvd.connector.settings import SETTINGS as CONNECTORS
+    from kvd.service.settings import SETTINGS as DAEMONS
+
+    rows = ["| variable | also | read by | default | meaning |", "|---|---|---|---|---|"]
+    named: dict[str, tuple[list[str], list[str], str, str]] = {}
+    for reader, settings in (("daemon", DAEMONS), ("connector", CONNECTORS)):
+        for setting in settings:
+            first, *others = setting.environment
+            text = setting.help[:1].upper() + setting.help[1:].rstrip(".")
+            row = named.setdefault(first, ([], [], _shown(setting), text))
+            row[0].extend(name for name in others if name not in row[0])
+            row[1].append(reader)
+    for name, (others, readers, default, text) in sorted(named.items()):
+        also = ", ".join(f"`{other}`" for other in others) or "-"
+        rows.append(f"| `{name}` | {also} | {', '.join(readers)} | {default} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
+def _shown(setting: Setting) -> str:
+    """The default as one would write it."""
+    default: Any = setting.default
+    ways = {"parse_size": format_size, "parse_duration": format_duration, "_mode": "{:04o}".format}
+    if setting.name == "chunk_tokens":
+        return "`auto`"
+    if default is None or default == "" or default == []:
+        return "-"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"`{ways.get(setting.parse.__name__, str)(default)}`"
+
+
+def counters() -> str:
+    """The connector's counters, from the table that they are registered by."""
+    from kvd.connector.metrics import COUNTERS
+
+    return "\n".join(["| metric | counts |", "|---|---|", *(f"| `vllm:kvd_{name}` | {text} |" for name, text in COUNTERS.items())])
+
+
 BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "keys": keys, "numbers": numbers}
 ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {"capabilities": capabilities, "fields": fields, "stages": stages}
-DOCUMENTS = {README: BLOCKS, ADAPTERS: ADAPTER_BLOCKS}
+CONNECTOR_BLOCKS: dict[str, Callable[[], str]] = {"variables": variables, "counters": counters}
+DOCUMENTS = {README: BLOCKS, ADAPTERS: ADAPTER_BLOCKS, CONNECTOR: CONNECTOR_BLOCKS}
 
 
 def block(text: str, name: str) -> str:

@@ -98,7 +98,8 @@ def engine_view(answers: Sequence[str], none_hash: str) -> View:
         "daemon_up": all(one["daemon_up"] for one in told),
         "prefix_caching": first["prefix_caching"],
         "workers": len(told),
-        "seed_known_by": "scheduler" if any(one["none_hash"] for one in told) else "server" if none_hash else "",
+        # The server works the seed out the same way after a restart, where it is not drawn anew in each process.
+        "seed": "fixed" if none_hash else "random",
     }
     body = {
         "format": 1,

@@ -183,7 +183,7 @@ def _remarks(view: View, tokens: int, retention: str, missing: bool) -> list[str
         remarks.append("this engine loads nothing: kv_role kv_producer, or KVD_LOAD=0")
     if not view.more.get("daemon_up", True):
         remarks.append("the engine has no connection to its daemon just now: it computes everything and stores nothing")
-    if missing and view.more.get("seed_known_by") == "":
+    if missing and view.more.get("seed") == "random":
         remarks.append("the seed of this engine's block hashes is random (PYTHONHASHSEED is not set): nothing outlives it")
     return remarks
 

@@ -136,6 +136,19 @@ SETTINGS = [
 ]
 
 
+DAEMONS = frozenset({"INFERA_KVD_SOCKET", "INFERA_KVD_ARENA_HUGETLB"})
+"""Older names that the daemon understands."""
+INSTEAD = {
+    "INFERA_KVD_IO_MODE": "the disk tier finds out by itself what its directory can do",
+    "INFERA_KVD_LONG_FSYNC": "kvd serve --durability fsync",
+    "INFERA_KVD_CHUNK_TARGET_MIB": "KVD_CHUNK_TOKENS",
+    "INFERA_KVD_ARENA_PREFAULT": "the daemon faults pages in before it lends them",
+    "INFERA_KVD_STORAGE_SELFCHECK": "kvdoctor --path DIR --prove",
+    "INFERA_KVD_SELFCHECK_GB": "kvdoctor --path DIR --prove",
+}
+"""What an older connector had a variable for, and how it is done here."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings' values; `origins` says where each came from."""
@@ -158,6 +171,8 @@ class Settings:
     stats: bool
     load_threads: int
     origins: tuple[tuple[str, str], ...] = ()
+    strangers: tuple[tuple[str, str], ...] = ()
+    """INFERA_KVD_* variables that are set and mean nothing here, each with what to do instead, where there is anything."""
 
     @property
     def notices(self) -> list[str]:
@@ -166,7 +181,7 @@ class Settings:
             f"{origin.removeprefix('env:')} is accepted; its name here is {_name_of(name)}{_MEANINGS.get(name, '')}"
             for name, origin in self.origins
             if origin.startswith("env:INFERA_")
-        ]
+        ] + [f"{name} has no meaning here{': ' + why if why else ''}" for name, why in self.strangers]
 
 
 _MEANINGS = {"ais": ", and it means auto: where GPU-direct does not work it is said, and everything goes through the daemon"}
@@ -184,7 +199,13 @@ def read_settings(extra: Mapping[str, Any] | None = None, environ: Mapping[str, 
     return Settings(
         **{name: value.value for name, value in values.items()},
         origins=tuple((name, value.origin) for name, value in values.items()),
+        strangers=_strangers(os.environ if environ is None else environ),
     )
+
+
+def _strangers(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    known = {name for setting in SETTINGS for name in setting.environment} | DAEMONS
+    return tuple((name, INSTEAD.get(name, "")) for name in sorted(environ) if name.startswith("INFERA_KVD_") and name not in known)
 
 
 def _as_text(extra: Mapping[str, Any]) -> dict[str, Any]:

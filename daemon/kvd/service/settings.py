@@ -120,7 +120,7 @@ class JsonLines(logging.Formatter):
 
 
 SETTINGS = (
-    Setting("socket", Path, None, ("KVD_SOCKET",), help="The daemon's socket."),
+    Setting("socket", Path, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="The daemon's socket."),
     Setting("max_bytes", parse_size, 8 << 30, ("KVD_MAX_BYTES",), help="Size of the arena."),
     Setting("long_path", _paths, [], ("KVD_LONG_PATH",), help="Directories of the disk tier."),
     Setting("long_bytes", parse_size, 32 << 30, ("KVD_LONG_BYTES",), help="Size of the disk tier."),
@@ -141,7 +141,7 @@ SETTINGS = (
     Setting("socket_group", _gid, None, ("KVD_SOCKET_GROUP",), help="Group of the socket file."),
     Setting("allow_uid", lambda t: [t], [], ("KVD_ALLOW_UID",), help="Users that may connect."),
     Setting("allow_gid", lambda t: [t], [], ("KVD_ALLOW_GID",), help="Groups that may connect."),
-    Setting("hugepages", _switch, False, ("KVD_HUGEPAGES",), help="Ask for 2 MiB pages."),
+    Setting("hugepages", _switch, False, ("KVD_HUGEPAGES", "INFERA_KVD_ARENA_HUGETLB"), help="Ask for 2 MiB pages."),
     Setting("mlock", _switch, False, ("KVD_MLOCK",), help="Keep the arena from being swapped out."),
     Setting("numa_node", _node, None, ("KVD_NUMA_NODE",), help="Take the arena's pages from this NUMA node where it has any."),
     Setting(

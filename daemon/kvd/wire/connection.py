@@ -48,7 +48,8 @@ A = TypeVar("A", bound=p.Answer)
 
 def default_socket() -> Path:
     """Where the daemon is unless a command is told: KVD_SOCKET, else the standard place."""
-    return Path(named) if (named := os.environ.get("KVD_SOCKET")) else standard_socket()
+    named = os.environ.get("KVD_SOCKET") or os.environ.get("INFERA_KVD_SOCKET")
+    return Path(named) if named else standard_socket()
 
 
 def standard_socket() -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvd.connector.metrics import COUNTERS, Counters
-from kvd.connector.segment import GAUGES, Publisher
+from kvd.connector.segment import GAUGES, INFO, Publisher, engines
 from kvtools.segments.stats import read_stats
 from tests.support.processes import run_python, wait_until
 
@@ -26,7 +26,7 @@ def test_numbers_are_published_until_the_end(tmp_path: Path) -> None:
     reading = read_stats("kvtools.connector.123-0", root=tmp_path)
     assert reading.alive
     assert reading.get("loads_active") == 2
-    assert {metric.name for metric in reading.schema} == {f"{name}_total" for name in COUNTERS} | set(GAUGES)
+    assert {metric.name for metric in reading.schema} == {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {INFO}
     publisher.close()
     publisher.close()
     assert not list(tmp_path.iterdir())
@@ -44,6 +44,32 @@ def test_what_killed_engines_left_is_swept_and_the_living_stay(tmp_path: Path) -
     assert {path.name.split(".")[-1] for path in tmp_path.iterdir()} == {"1-0", "3-0"}
     living.close()
     third.close()
+
+
+@pytest.mark.real("segments")
+def test_engines_are_told_apart_and_their_processes_added_up(tmp_path: Path) -> None:
+    made = []
+    for instance, engine, counts in (
+        ("1-scheduler", "one", {"query_tokens": 200, "query_hit_tokens": 50}),
+        ("2-0", "one", {"loads": 3}),
+        ("3-1", "one", {"loads": 4}),
+        ("4-scheduler", "two", {}),
+    ):
+        counters = Counters()
+        for name, value in counts.items():
+            counters.add(name, value)
+        labels = {"daemon": "d1", "engine": engine}
+        made.append(Publisher(instance, counters, dict, labels=labels, root=tmp_path))
+    made.append(Publisher("5-0", Counters(), dict, labels={"daemon": "d2", "engine": "three"}, root=tmp_path))
+
+    def found() -> dict[str, tuple[float | None, int, float]]:
+        return {e["engine"]: (e["external_hit_rate"], e["processes"], e["loads_total"]) for e in engines("d1", root=tmp_path)}
+
+    wait_until(lambda: found() == {"one": (0.25, 3, 7), "two": (None, 1, 0)}, timeout_s=5)
+    assert [engine["engine"] for engine in engines("d2", root=tmp_path)] == ["three"]
+    for publisher in made:
+        publisher.close()
+    assert engines("d1", root=tmp_path) == []
 
 
 def test_without_shared_memory_nothing_else_suffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

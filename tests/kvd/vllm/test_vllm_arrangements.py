@@ -1,6 +1,7 @@
 """The connector in other arrangements: several processes, two ranks, preemption, beside another connector, one-way roles."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,16 @@ def test_front_end_scheduler_and_worker_in_processes_of_their_own(kvd_daemon: Ma
         assert metrics["vllm:kvd_load_bytes"] == metrics["vllm:kvd_save_bytes"] > 0
         assert metrics["vllm:kvd_errors"] == 0
         assert "daemon connected" in engine.text()
+        # vLLM's external prefix cache hit rate, its log's word for it, and kvd's: one number.
+        asked, hit = metrics["vllm:external_prefix_cache_queries"], metrics["vllm:external_prefix_cache_hits"]
+        assert (metrics["vllm:kvd_query_tokens"], metrics["vllm:kvd_query_hit_tokens"]) == (asked, hit)
+        assert metrics["vllm:kvd_hit_tokens_arena"] == hit == metrics["vllm:prompt_tokens_cached_by_source{host}"]
+
+        def told() -> list[float | None]:
+            return [each["external_hit_rate"] for each in daemon.run("stats", "--json").json()["engines"]]
+
+        wait_until(lambda: told() == [hit / asked], timeout_s=10, interval_s=0.2, what="kvd stats to say the same")
+        assert "external_hit_rate" in daemon.run("stats").stdout
     with daemon.client() as client:
         stats = client.stats()
     # The daemon counts the same bytes, and the few that tell the next engine how this one was set up.
@@ -81,31 +92,66 @@ def test_preempted_requests_come_back_right(kvd_daemon: MakeDaemon) -> None:
         assert free == total - 1
 
 
+def beside(folder: Path, role: str, own: str, *, first: bool = True) -> dict[str, Any]:
+    """MultiConnector in this role, with KvdConnector in its own beside vLLM's ExampleConnector as the transport."""
+    kvd = {"kv_connector": "KvdConnector", "kv_role": own}
+    transport = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [kvd, transport] if first else [transport, kvd]},
+    }
+
+
+def test_a_prefill_engine_keeps_its_prefixes_beside_the_transport(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
+    # The arrangement of P/D disaggregation: the whole is a producer, kvd in it a cache that stores and loads.
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(1000)
+    with Engine(model(), daemon.socket, transfer=beside(tmp_path, "kv_producer", "kv_both")) as engine:
+        engine.one(one)
+        own = engine.one(one)
+        assert engine.metrics()["vllm:kvd_saves"] == 4
+    with Engine(model(), daemon.socket, transfer=beside(tmp_path, "kv_producer", "kv_both")) as engine:
+        warm = engine.one(one)
+        assert (warm["cached"], warm["tokens"], warm["logprobs"]) == (own["cached"], own["tokens"], own["logprobs"])
+        assert engine.metrics()["vllm:kvd_hit_tokens"] == 992
+        assert engine.metrics()["vllm:kvd_errors"] == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_consumer_beside_the_transport_stores_nothing(kvd_daemon: MakeDaemon, tmp_path: Path, first: bool) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    with Engine(model(), daemon.socket, transfer=beside(tmp_path, "kv_both", "kv_consumer", first=first)) as engine:
+        cold = engine.one(prompt(1000))
+        assert engine.metrics()["vllm:kvd_saves"] == 0
+        assert list(tmp_path.iterdir()), "the other one saves"
+        assert engine.ask("reset")
+        warm = engine.one(prompt(1000))
+        assert (warm["cached"] > 0, warm["tokens"]) == (True, cold["tokens"]), "and loads what it saved"
+        metrics = engine.metrics()
+        assert (metrics["vllm:kvd_hit_tokens"], metrics["vllm:kvd_errors"]) == (0, 0)
+    listed = daemon.run("keys", "--json").json()["keys"]
+    assert len(listed) == 1, "nothing but the engine's record"
+
+
 def test_beside_another_connector(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
     daemon = kvd_daemon(max_bytes="64MiB")
     one = prompt(1000)
-    children = [
-        {"kv_connector": "KvdConnector", "kv_role": "kv_both"},
-        {
-            "kv_connector": "ExampleConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-        },
-    ]
-    transfer = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": children},
-    }
-    with Engine(model(), daemon.socket, transfer=transfer) as engine:
+    with Engine(model(), daemon.socket, transfer=beside(tmp_path, "kv_both", "kv_both")) as engine:
         engine.one(one)
         own = engine.one(one)
         engine.ask("reset")
         warm = engine.one(one)
         assert warm["cached"] == own["cached"]
         assert (warm["tokens"], warm["logprobs"]) == (own["tokens"], own["logprobs"])
-        assert engine.metrics()["vllm:external_prefix_cache_hits"] == 992
+        metrics = engine.metrics()
+        assert metrics["vllm:external_prefix_cache_hits"] == 992 == metrics["vllm:kvd_hit_tokens"]
+        assert metrics["vllm:prompt_tokens_cached_by_source{host}"] == 992
         # vLLM logs the children's stats by class name: a connector it cannot look up would end the engine here.
         engine.ask("log_stats")
         assert "KvdConnector" in engine.text()

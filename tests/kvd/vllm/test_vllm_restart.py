@@ -60,6 +60,12 @@ def test_warm_prefix_survives_engine_and_daemon(kvd_daemon: MakeDaemon, kind: st
         assert metrics["vllm:kvd_hit_tokens"] == 992 + sum(covered) + extra == metrics["vllm:external_prefix_cache_hits"]
         assert metrics["vllm:kvd_load_failures"] == 0
         assert metrics["vllm:kvd_errors"] == 0
+        # The first of each prompt's chunks came from the disk; what it brought up stayed, and came from RAM then.
+        by_source = [metrics[f"vllm:kvd_hit_tokens_{source}"] for source in ("arena", "disk", "remote")]
+        assert sum(by_source) == metrics["vllm:kvd_hit_tokens"]
+        assert by_source[1] >= 992
+        assert by_source[2] == 0
+        assert metrics["vllm:prompt_tokens_cached_by_source{disk}"] == by_source[1]
 
 
 def test_latent_attention_survives_a_restart(kvd_daemon: MakeDaemon) -> None:

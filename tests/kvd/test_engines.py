@@ -1,0 +1,163 @@
+"""Asking an engine's server: what is no vLLM is told so by name, what is not there or silent ends in one line.
+
+The real engine is asked in tests/kvd/vllm/test_vllm_server.py. Here the servers are others: the daemon's own window, and
+small ones that answer as the documentation of other engines says they do.
+"""
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvd.engine_commands import Check, Report, compare, read_prompt
+from kvd.engines import EngineServer, NotVllm
+from kvtools.errors import UsageError
+from tests.support.daemon import MakeDaemon
+from tests.support.processes import run_cli
+from tests.support.servers import free_port
+
+Start = Callable[[dict[str, Any]], str]
+
+
+@pytest.fixture
+def server() -> Iterator[Start]:
+    """Starts servers that answer these paths with this JSON (or text), and 404 to all else; their URL."""
+    made: list[http.server.ThreadingHTTPServer] = []
+
+    def start(answers: dict[str, Any]) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = answers.get(self.path)
+                text = found if isinstance(found, str) else json.dumps(found)
+                self.send_response(200 if found is not None else 404)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        made.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=made[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{made[-1].server_address[1]}"
+
+    yield start
+    for one in made:
+        one.shutdown()
+        one.server_close()
+
+
+SGLANG = {"data": [{"owned_by": "sglang"}]}
+VLLM = {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "m", "owned_by": "vllm"}]}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "name"),
+    [
+        ({"/get_server_info": {"model_path": "m"}, "/v1/models": SGLANG}, "SGLang"),
+        (
+            {"/version": {"version": "0.5"}, "/server_info": {"model_path": "m"}, "/v1/models": {"data": [{"owned_by": "sglang"}]}},
+            "SGLang",
+        ),
+        ({"/info": {"model_id": "m", "max_total_tokens": 5}}, "Text Generation Inference"),
+        ({"/props": {"default_generation_settings": {}}, "/v1/models": {"data": []}}, "llama.cpp"),
+        ({"/": "Ollama is running", "/api/version": {"version": "0.1"}}, "Ollama"),
+        ({"/v1/models": {"data": [{"owned_by": "somebody"}]}}, "an OpenAI-compatible server of another kind"),
+        ({}, "another server"),
+    ],
+)
+@pytest.mark.parametrize("words", [("why", "-"), ("status",), ("prefetch", "-")], ids=lambda words: words[0])
+def test_a_server_that_is_no_vllm_is_refused_by_name(
+    server: Start, answers: dict[str, Any], name: str, words: tuple[str, ...]
+) -> None:
+    url = server(answers)
+    ran = run_cli("kvd", words[0], "--engine", url, *words[1:], stdin="a prompt")
+    assert ran.rc == 1
+    assert f"is {name}" in ran.stderr
+    assert ", not vLLM\nhint: kvd works with vLLM 0.32 or newer" in ran.stderr
+
+
+def test_a_vllm_is_known_also_where_it_wants_a_key(server: Start) -> None:
+    assert EngineServer(server(VLLM)).identify() == "0.32.0"
+    assert EngineServer(server({**VLLM, "/v1/models": {"error": "Unauthorized"}})).identify() == "0.32.0"
+    with pytest.raises(NotVllm):
+        EngineServer(server({"/version": {"version": "1"}})).identify()
+
+
+def test_a_vllm_without_kvds_routes_is_told_how_to_let_them_in(server: Start) -> None:
+    ran = run_cli("kvd", "why", "--engine", server(VLLM), "-", stdin="a prompt")
+    assert ran.rc == 3
+    assert "has no kvd routes" in ran.stderr
+    assert "VLLM_PLUGINS=kvd" in ran.stderr
+    metrics = '# TYPE vllm:kvd_saves_total counter\nvllm:kvd_saves_total{engine="0"} 4.0\nvllm:kvd_errors_total 0.0\n'
+    ran = run_cli("kvd", "status", "--engine", server({**VLLM, "/metrics": metrics}), "--json")
+    words = {check["name"]: check["word"] for check in ran.json()["engines"][0]["checks"]}
+    assert (ran.rc, words["routes"], words["connector"], words["saving"], words["hash seed"]) == (0, "warn", "ok", "ok", "unknown")
+
+
+@pytest.mark.real("kvd")
+def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
+    port = free_port()
+    kvd_daemon("--metrics-port", str(port), max_bytes="1MiB")
+    ran = run_cli("kvd", "status", "--engine", f"127.0.0.1:{port}")
+    assert (ran.rc, "is another server" in ran.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "rc", "says"),
+    [
+        (("why", "--engine", "http://127.0.0.1:1", "-"), 4, "no server answers at http://127.0.0.1:1: Connection refused"),
+        (("why", "--engine", "ftp://x", "-"), 2, "not an engine's URL"),
+        (("why", "--engine", "http://127.0.0.1:99999", "-"), 2, "not an engine's URL"),
+        (("why", "--engine", "http://127.0.0.1:1", "/nope"), 2, "/nope: No such file or directory"),
+        (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
+        (("prefetch", "--engine", "http://127.0.0.1:1", "aa", "b"), 2, "prefetch what?"),
+        (("status", "--engine", "http://127.0.0.1:1"), 4, "Connection refused"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(words: tuple[str, ...], rc: int, says: str) -> None:
+    ran = run_cli("kvd", *words, stdin="a prompt")
+    assert ran.rc == rc
+    assert says in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_file_is_a_prompt_messages_ids_or_a_request(tmp_path: Any) -> None:
+    file = tmp_path / "p"
+    for text, body in (
+        ("plain words", {"prompt": "plain words"}),
+        ('[{"role": "user"}]', {"messages": [{"role": "user"}]}),
+        ("[1, 2]", {"token_ids": [1, 2]}),
+        ('{"prompt": "x", "temperature": 1}', {"prompt": "x", "temperature": 1}),
+        ("42", {"prompt": "42"}),
+    ):
+        file.write_text(text)
+        assert read_prompt(str(file)) == body
+    file.write_text(" \n")
+    with pytest.raises(UsageError, match="is empty"):
+        read_prompt(str(file))
+
+
+def engine(url: str, **told: Any) -> Report:
+    body = {"canary": "aa", "hash_algorithm": "sha256", "hash_tokens": 32, "facts": {"dtype": "f32"}}
+    return Report(url, engine={**body, **told})
+
+
+def words(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.word for check in checks}
+
+
+def test_engines_are_compared_and_what_is_not_known_is_unknown() -> None:
+    assert words(compare([engine("a"), engine("b")])) == {"canary": "ok", "sharing": "ok"}
+    assert words(compare([engine("a"), Report("b")])) == {"canary": "unknown"}
+    assert words(compare([engine("a"), engine("b", canary=None, facts=None)])) == {"canary": "unknown"}
+    assert words(compare([engine("a"), engine("b", hash_tokens=16, facts=None)])) == {"canary": "ok", "blocks": "fail"}
+    assert words(compare([engine("a"), engine("b", facts={"dtype": "f16"})])) == {"canary": "ok", "sharing": "warn"}
+    (check,) = [one for one in compare([engine("a"), engine("b", canary="bb")]) if one.name == "canary"]
+    assert (check.word, "PYTHONHASHSEED" in check.hint) == ("fail", True)
+    (check,) = [one for one in compare([engine("a"), engine("b", canary="bb", hash_algorithm="xxhash")]) if one.name == "canary"]
+    assert "b has xxhash" in check.hint
