@@ -12,7 +12,8 @@ from operator import itemgetter
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
 from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Adapter, Hit
-from kvd.tiers.tiering import ASK_S, Known, Tiering
+from kvd.tiers.fetch import Known
+from kvd.tiers.tiering import ASK_S, Tiering
 from kvd.wire import protocol as p
 
 MAX_PAGE = 10000

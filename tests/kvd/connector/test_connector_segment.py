@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.connector.metrics import COUNTERS, Counters
+from kvd.connector.metrics import COUNTERS, REASONED, Counters
 from kvd.connector.segment import GAUGES, INFO, Publisher, engines
 from kvtools.segments.stats import read_stats
 from tests.support.processes import run_python, wait_until
@@ -26,7 +26,7 @@ def test_numbers_are_published_until_the_end(tmp_path: Path) -> None:
     reading = read_stats("kvtools.connector.123-0", root=tmp_path)
     assert reading.alive
     assert reading.get("loads_active") == 2
-    assert {metric.name for metric in reading.schema} == {f"{name}_total" for name in COUNTERS} | set(GAUGES) | {INFO}
+    assert {metric.name for metric in reading.schema} == {f"{name}_total" for name in (*COUNTERS, *REASONED)} | set(GAUGES) | {INFO}
     publisher.close()
     publisher.close()
     assert not list(tmp_path.iterdir())
