@@ -27,7 +27,7 @@ from kvd.store.retention import Retention
 from kvd.store.room import Rooms
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
-from kvd.tiers.adapters.base import Adapter, Durability, Hit, Loaded, Want
+from kvd.tiers.adapters.base import Adapter, AdapterError, Durability, Hit, Loaded, Want
 from kvd.tiers.fetch import NOTHING, Fetch, Known, Loading, Maker, Row, Source
 from kvd.tiers.policies import Asking, PrefetchPolicy, StorePolicy, TierState, Value
 from kvd.tiers.tier import IN_FLIGHT, TASKS, TIERS_MAX, Receipt, Tier
@@ -253,12 +253,14 @@ class Tiering:
     async def clear(
         self, namespace: bytes | None, timeout_s: float = 60.0, *, arena: AsyncIterator[list[Identity]] | None = None
     ) -> int:
-        """Forget everything (of one namespace) in every tier that can list what it holds.
+        """Forget everything (of one namespace) in every tier. Raises AdapterError, at the end, where one could not.
 
         `arena` clears the arena, step by step; a value that was there and in tiers counts once. Look-ups miss what is being
         cleared from the first moment: what a reader brought up meanwhile would stay in the arena, cleared or not.
         """
         gone: set[Identity] = set()
+        unlisted = 0
+        failed: AdapterError | None = None
         receipts = []
         self._clearing.append(namespace)
         try:
@@ -269,9 +271,14 @@ class Tiering:
                 async for identities in arena:
                     gone.update(identities)
             for tier in self.tiers:
-                if not tier.adapter.capabilities.enumerate:
+                try:
+                    if not tier.adapter.capabilities.enumerate:
+                        unlisted += await tier.call(tier.adapter.clear, namespace)
+                        continue
+                    held = await tier.call(_held, tier.adapter, namespace)
+                except AdapterError as error:
+                    failed = error
                     continue
-                held = await tier.call(_held, tier.adapter, namespace)
                 for start in range(0, len(held), ERASE_ITEMS):
                     some = held[start : start + ERASE_ITEMS]
                     gone.update(some)
@@ -281,7 +288,9 @@ class Tiering:
             self._clearing.remove(namespace)
         if receipts:
             await asyncio.wait(receipts, timeout=timeout_s)
-        return len(gone)
+        if failed is not None:
+            raise failed
+        return max(len(gone), unlisted)
 
     def _being_cleared(self, identity: Identity) -> bool:
         return None in self._clearing or identity[:NAMESPACE_BYTES] in self._clearing

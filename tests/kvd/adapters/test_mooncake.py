@@ -203,6 +203,21 @@ def test_more_objects_than_one_call_takes(pool: MooncakePool) -> None:
         assert adapter.delete([ident(n) for n in numbers]) == 700
 
 
+def test_clearing_takes_what_is_ours(pool: MooncakePool) -> None:
+    other = MooncakeAdapter("other", lambda: Shared(pool.client()), where="the pool", prefix="a.b/c")
+    with opened(other), opened(MooncakeAdapter("pool", lambda: Shared(pool.client()), where="the pool", prefix="a.b/")) as adapter:
+        elsewhere = Item(b"\xaa" * 64, memoryview(b"x" * 100))
+        assert all(stored.ok for stored in adapter.store([Item(ident(n), memoryview(body(n))) for n in range(5)]))
+        assert adapter.store([elsewhere])[0].ok
+        assert put(other, 1).ok
+        pool.client().put("axb/" + "00" * 32 + "/" + "00" * 32, b"a dot is a dot")
+        assert adapter.clear(ident(0)[:32]) == 5
+        assert [hit is not None for hit in adapter.lookup([ident(1), elsewhere.identity])] == [False, True]
+        assert adapter.clear(None) == 1
+        assert get(other, 1) == body(1)
+        assert pool.client().is_exist("axb/" + "00" * 32 + "/" + "00" * 32) == 1
+
+
 def test_a_daemon_over_the_pool(own: MooncakePool) -> None:
     keys = [bytes([i]) * 32 for i in range(20)]
     with running(adapter_at(own)) as daemon, daemon.client() as client:
@@ -212,6 +227,11 @@ def test_a_daemon_over_the_pool(own: MooncakePool) -> None:
         daemon.evict_all()
         assert client.prefix(keys).length == 20
         assert client.get_many(keys) == [random.Random(i).randbytes(30_000) for i in range(20)]
+        assert client.put(b"k" * 32, b"later" * 1000)
+        client.flush()
+        assert client.clear() == 21
+        assert client.get_many([*keys, b"k" * 32]) == [None] * 21
+        assert client.put(keys[3], random.Random(3).randbytes(30_000))
         own.kill()
         assert client.get(keys[3]) == random.Random(3).randbytes(30_000), "RAM serves on"
 

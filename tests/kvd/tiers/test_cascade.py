@@ -1,6 +1,7 @@
 """Several tiers: their order, falling through, failing over, copies to the tiers before, and as much as fits a short arena."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kvd.tiers.adapters.base import Adapter, Durability
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.wire.client import Client
+from kvtools.errors import KvError
 from tests.kvd.tiers.ram_tier import InProcess, RamTier, running
 from tests.support.processes import wait_until
 
@@ -151,6 +153,19 @@ def test_without_promote_a_far_value_stays_far(tiers: list[RamTier]) -> None:
         assert client.get_many(KEYS) == VALUES
         settled(daemon)
         assert not tiers[0].values
+
+
+def test_clearing_says_which_tier_it_could_not_clear() -> None:
+    """All the others are cleared; what stays is said, since it would be found again."""
+    near, mute, far = RamTier("near"), RamTier("mute", local_index=False), RamTier("far")
+    mute.capabilities = replace(mute.capabilities, enumerate=False)
+    with running(near, mute, far) as daemon, daemon.client() as client:
+        filled(daemon, client)
+        with pytest.raises(KvError, match="mute: ram can neither list nor clear what it holds: it stays there"):
+            client.clear()
+        settled(daemon)
+        assert [len(tier.values) for tier in (near, mute, far)] == [0, 8, 0]
+        assert client.get_many(KEYS) == VALUES, "still there, as was said"
 
 
 def test_the_longest_prefix_that_fits_a_short_arena_is_served(tiers: list[RamTier]) -> None:

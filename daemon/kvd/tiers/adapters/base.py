@@ -247,6 +247,10 @@ class Adapter(ABC):
         """Forget everything of one namespace. Raises AdapterError where the adapter cannot enumerate."""
         return self.delete([identity for identity, _ in self.enumerate() if identity[:32] == namespace])
 
+    def clear(self, namespace: bytes | None) -> int:
+        """Forget everything (of one namespace) where nothing is listed; how many that was. AdapterError where it cannot."""
+        raise AdapterError(f"{self.name}: {self.type} can neither list nor clear what it holds: it stays there")
+
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         """Everything held. Raises AdapterError where `capabilities.enumerate` is False."""
         raise AdapterError(f"{self.type} cannot list what it holds")

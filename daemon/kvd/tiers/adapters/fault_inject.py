@@ -159,6 +159,10 @@ class FaultInject(Adapter):
     def delete_namespace(self, namespace: bytes) -> int:
         return self.inner.delete_namespace(namespace)
 
+    def clear(self, namespace: bytes | None) -> int:
+        self._suffer("clear")
+        return self.inner.clear(namespace)
+
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self.inner.enumerate()
 

@@ -4,9 +4,9 @@
 
 Mooncake's master knows where objects are; the bytes travel between client and the host that holds them, in place: from the
 arena and into it, without a copy here. There is no index: what other daemons store and delete counts at once, and a look-up
-reads the envelopes of what exists. Room is the master's business: it evicts what was used longest ago, so there is no
-`eviction` here. `global_segment_size` gives so much of this host's memory to the pool, on top of the arena; what lies there is
-gone when this daemon ends.
+reads the envelopes of what exists. The master lists nothing, but clears what matches a pattern. Room is its business: it
+evicts what was used longest ago, so there is no `eviction` here. `global_segment_size` gives so much of this host's memory to
+the pool, on top of the arena; what lies there is gone when this daemon ends.
 
 Three of the client's habits would break promises and are met here. A put under a key that exists does nothing and reports
 success: what is there is removed first, by force, since the master keeps what was read lately. An object that is removed
@@ -21,6 +21,7 @@ import http.client
 import logging
 import mmap
 import os
+import re
 import socket
 import threading
 import time
@@ -337,6 +338,14 @@ class MooncakeAdapter(Adapter):
         if bad := next((code for code in codes if code not in (0, NOT_FOUND, NOT_READY)), None):
             raise self._away("delete", bad)
         return sum(code == 0 for code in codes)
+
+    def clear(self, namespace: bytes | None) -> int:
+        """Everything below the prefix, or below the namespace in it, by a pattern that the master matches."""
+        inside = re.escape(self._prefix) + (namespace.hex() + "/" if namespace is not None else "[0-9a-f]{64}/")
+        gone = self._pool().remove_by_regex(f"^{inside}[0-9a-f]{{64}}$", True)
+        if gone < 0:
+            raise self._away("clear", int(gone))
+        return int(gone)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -198,6 +198,9 @@ class SerdeAdapter(Adapter):
     def delete_namespace(self, namespace: bytes) -> int:
         return self.inner.delete_namespace(self._space(namespace))
 
+    def clear(self, namespace: bytes | None) -> int:
+        return self.inner.clear(None if namespace is None else self._space(namespace))
+
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         for identity, hit in self.inner.enumerate():
             outer = _outer(hit)
