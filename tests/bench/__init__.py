@@ -9,6 +9,7 @@ ttft      time to first token: cold, warm from disk, the engine's own cache (nee
 kvtop     what the dashboard costs
 gate      what the gate adds to a request
 startup   what a command costs before it does anything
+doctor    what a look at a host takes
 report    the table, RESULTS.md, results.json and the README's block
 
 A ratio says more than a rate: the machine's mood is in both of its halves. Each result is

@@ -17,7 +17,16 @@ KEPT = (
     *("corruptions_total", "gets_total", "hits_total", "entries", "arena_bytes_used", "arena_bytes_limit", "quarantine_bytes"),
     *("leases_revoked_total", "evictions_unwritten_total", "rejections_total", "draining", "connections"),
     *("tier_breaker_open", "tier_io_errors_total", "tier_store_failures_total", "tier_corruptions_total"),
-    *("direct_fallback_total", "daemon_up", "loads_total", "load_failures_total", "saves_total", "save_failures_total"),
+    *(
+        "direct_fallback_total",
+        "direct_load_bytes_total",
+        "direct_save_bytes_total",
+        "daemon_up",
+        "loads_total",
+        "load_failures_total",
+        "saves_total",
+        "save_failures_total",
+    ),
     *("lookups_total", "lookup_failures_total", "hit_tokens_total", "errors_total", "down_total"),
 )
 """Values that a rule looks at; the rest stays where it is."""

@@ -135,6 +135,9 @@ def _connectors(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
     for label, name in (("load", "load_bytes_total"), ("save", "save_bytes_total")):
         rate = found.rate(model.history, name)
         words.append((label, span("-" if rate is None else format_rate(rate))))
+    if past := found.total("direct_load_bytes_total") + found.total("direct_save_bytes_total"):
+        moved = found.total("load_bytes_total") + found.total("save_bytes_total")
+        words.append(("direct", span(percent(100 * past / max(past, moved)))))
     if failed := found.total("load_failures_total") + found.total("save_failures_total"):
         words.append(("failed", span(count(failed), "warn")))
     while len(words) > 1 and _LABEL + sum(len(label) + width_of(line) + 3 for label, line in words) > width:
