@@ -143,14 +143,13 @@ def test_a_mount_that_never_answers_costs_its_deadline_and_only_its_own_answer(t
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("needs /dev/fuse")
     answer = in_mount_namespace("dead", tmp_path)
-    assert answer["seconds"] < 7
+    assert answer["seconds"] < 5
     report = api.judge(Facts.from_json(answer["facts"]))
     silent = {item.id: item for item in report.results if item.scope == answer["silent"]}
     healthy = {item.id: item for item in report.results if item.scope == answer["healthy"]}
     assert silent["storage.exists"].status == "fail"
     assert "no answer within" in silent["storage.exists"].observed
     assert healthy["storage.exists"].status == healthy["storage.writable"].status == "pass", "though it was named second"
-    assert "no answer within" in answer["reason"]
     assert report.posix == "unusable"
 
 
