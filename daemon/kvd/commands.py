@@ -16,6 +16,9 @@ from kvtools.output import emit, emit_json, note, table
 from kvtools.segments.stats import StatsReader, StatsReading, instance_of_path, stats_name
 from kvtools.units import format_duration, format_rate, format_size, parse_duration
 
+SETTLE_S = 5.0
+"""How long `kvd evict` waits for values on their way to a tier."""
+
 
 def _client(socket: Path | None, timeout: str, namespace: str | None = None) -> Any:
     from kvd.wire.client import Client
@@ -323,8 +326,20 @@ def evict(
     if not wanted:
         _confirm(f"Drop the whole namespace {namespace} {where}?", yes)
     with _client(socket, timeout, namespace) as client:
+        if not all_tiers:
+            _settle(client, wanted)
         gone = client.delete(wanted, arena_only=not all_tiers) if wanted else client.clear(arena_only=not all_tiers)
     _say(json, "kvd.evict/1", {"dropped": gone, "all_tiers": all_tiers}, f"{gone} values dropped {where}")
+
+
+def _settle(client: Any, keys: list[bytes]) -> None:
+    """What is dropped from the arena on its way to a tier is gone for good: let it arrive first, for a while."""
+    from kvd.errors import DeadlinePassed
+
+    try:
+        client.flush(keys or None, timeout_s=SETTLE_S)
+    except DeadlinePassed:
+        note(f"after {SETTLE_S:g} s some values were still on their way to a tier: they may be gone for good")
 
 
 def clear(socket: Path | None, namespace: str | None, yes: bool, timeout: str, json: bool) -> None:

@@ -277,7 +277,8 @@ def test_a_draining_daemon_is_left_in_peace(kvd_daemon: MakeDaemon, bench: Any) 
     daemon = kvd_daemon(max_bytes="16MiB", tier="64MiB")
     one = bench(daemon)
     one.worker.save([Save("a", SALT, (Move(key(1), ((3,),)),))])
-    assert daemon.run("drain").rc == 0
+    ran = daemon.run("drain")
+    assert ran.rc == 0, f"{ran.stderr}\n{daemon.text()}"
     one.worker.save([Save("a", SALT, (Move(key(2), ((3,),)),))])
     one.worker.start([Load("b", SALT, (Move(key(1), ((10,),)),))])
     assert one.outcome() == Results(received={"b"}), "what is stored can still be read"

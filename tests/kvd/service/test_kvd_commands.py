@@ -194,6 +194,16 @@ class TestChanging:
         assert here("evict", key(1).hex(), "--namespace", "tests", "--all-tiers").rc == 0
         assert client.get(key(1)) is None
 
+    def test_evict_waits_for_what_is_on_its_way_to_a_tier(self, kvd_daemon: MakeDaemon) -> None:
+        daemon = kvd_daemon(
+            "--l2-adapter", '{"type": "mock", "max_size_gb": 0.01, "mock_bandwidth_gb": 1, "latency": 0.3}', max_bytes="8MiB"
+        )
+        with daemon.client(namespace="tests") as client:
+            assert client.put(key(1), b"x" * 10_000)
+            run = daemon.run("evict", key(1).hex(), "--namespace", "tests")
+            assert (run.rc, run.stdout) == (0, "1 values dropped from the arena\n")
+            assert client.get(key(1)) == b"x" * 10_000
+
     def test_a_whole_namespace_is_asked_about_first(self, daemon: Daemon, client: Client, here: Callable[..., Ran]) -> None:
         client.put(key(1), b"v")
         for words in (["evict", "--namespace", "tests"], ["clear"], ["clear", "--namespace", "tests"]):
