@@ -87,6 +87,8 @@ def _show_why(url: str, found: Mapping[str, Any]) -> None:
     for chunk in found["chunks"]:
         places = list(dict.fromkeys(place for there in chunk["places"] for place in there))
         state = {"partial": "only in part: " + ", ".join(places), "missing": "nowhere"}.get(chunk["state"], ", ".join(places))
+        if chunk.get("tail_end"):
+            state = f"up to {chunk['tail_end']}, the end of a shorter prompt"
         reasons = "; ".join(_reason(reason, found) for reason in chunk["why"])
         own = {True: "yes", False: "no", None: "?"}[chunk["engine"]]
         rows.append((f"{chunk['start']}-{chunk['end']}", own, state, reasons))

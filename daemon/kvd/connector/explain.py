@@ -12,6 +12,7 @@ from typing import Any
 
 from kvd.connector import book
 from kvd.connector.keys import Span
+from kvd.connector.prewarm import shorter_tail
 from kvd.connector.view import HashSource, View
 from kvd.store.tombstones import Fate, Tombstone
 from kvd.wire.client import WhyResult
@@ -60,6 +61,10 @@ def explain(
         )
     missing = next((row for row in rows if row["state"] in ("partial", "missing")), None)
     hit: int = missing["start"] if missing else spans[-1].end if spans else 0
+    if missing is not None:
+        # What a look-up would do, too: a shorter prompt that began like this one may have left its end there.
+        for tail in shorter_tail(client, keys, places, Span(missing["start"], missing["end"])):
+            hit = missing["tail_end"] = tail.end
     body: dict[str, Any] = {
         "prompt_tokens": tokens,
         "hashed_tokens": keys.tokens,

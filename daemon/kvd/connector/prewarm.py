@@ -187,24 +187,14 @@ class Run:
         found = leading(spans, where)
         if len(found) < len(spans):
             job.stopped_by = "missing"
-            found += self._tail(spans[len(found)])
+            found += shorter_tail(self._client, self._keys, self._places, spans[len(found)])
             where = self._where(found)
         job.found_tokens = found[-1].end if found else 0
         self._promote(self._affordable(found, where))
         self._look(found)
 
     def _where(self, spans: Sequence[Span]) -> list[list[list[str]]]:
-        keys = [self._keys.of(span) for span in spans]
-        return [self._client.places(keys, namespace=place.namespace) for place in self._places] if keys else []
-
-    def _tail(self, missing: Span) -> list[Span]:
-        """Where a chunk is missing, the end of a shorter prompt may be stored that began like this one."""
-        tails = self._keys.tails(missing.start, missing.end, missing.start)
-        tails = [tail for tail in tails if tail != missing]
-        for tail, *there in zip(tails, *self._where(tails), strict=True) if tails else ():
-            if all(there):
-                return [tail]
-        return []
+        return where_of(self._client, self._keys, self._places, spans)
 
     def _affordable(self, spans: Sequence[Span], where: Sequence[Sequence[Sequence[str]]]) -> list[Row]:
         """What has to come up, chunk by chunk, as far as the byte cap goes."""
@@ -262,6 +252,21 @@ class Run:
             self._job.resident_bytes += sum(self._view.value_bytes(place, span) for place in self._places)
 
 
+def where_of(client: Any, keys: Keys, places: Sequence[Place], spans: Sequence[Span]) -> list[list[list[str]]]:
+    """For each namespace and each chunk: the names of what holds it."""
+    names = [keys.of(span) for span in spans]
+    return [client.places(names, namespace=place.namespace) for place in places] if names else []
+
+
+def shorter_tail(client: Any, keys: Keys, places: Sequence[Place], missing: Span) -> list[Span]:
+    """Where a chunk is missing, the end of a shorter prompt may be stored that began like this one: the longest such end."""
+    tails = [tail for tail in keys.tails(missing.start, missing.end, missing.start) if tail != missing]
+    for tail, *there in zip(tails, *where_of(client, keys, places, tails), strict=True) if tails else ():
+        if all(there):
+            return [tail]
+    return []
+
+
 def leading(spans: Sequence[Span], where: Sequence[Sequence[Sequence[str]]]) -> list[Span]:
     """The leading spans that every namespace has somewhere."""
     return list(spans[: next((i for i in range(len(spans)) if not all(there[i] for there in where)), len(spans))])
@@ -280,4 +285,4 @@ def windows(rows: Sequence[Row]) -> list[list[Row]]:
     return found
 
 
-__all__ = ["Busy", "Job", "Keys", "Prewarmer"]
+__all__ = ["Busy", "Job", "Prewarmer", "shorter_tail"]

@@ -117,7 +117,8 @@ async def why(store: Store, tiering: Tiering, m: p.Why) -> p.Answer:
     where, notes = [], []
     for namespace in m.namespaces:
         where.append(await places(store, tiering, namespace, m.keys))
-        told = store.tombstones.find([namespace + key for key in m.keys])
+        asked_for = [namespace + key for key in m.keys]
+        told = await asyncio.get_running_loop().run_in_executor(None, store.tombstones.find, asked_for)
         notes.append([[(int(one.fate), one.at_ns, one.place, one.why, one.pid) for one in some] for some in told])
         await asyncio.sleep(0)
     asked = set(m.namespaces)

@@ -270,6 +270,37 @@ def test_a_prompt_stored_under_another_hash_seed_is_found_by_hashing_it_anew(pai
     assert "set PYTHONHASHSEED" in row["hints"][0]
 
 
+def test_the_end_of_a_shorter_prompt_counts(pair: Pair) -> None:
+    one = prompt(700, 42)
+    pair.server.complete(one[:600])
+    found = pair.why({"token_ids": one})
+    assert found["found_tokens"] == found["chunks"][2]["tail_end"] == 576
+    assert job(pair, {"token_ids": one})["found_tokens"] == 576
+
+
+@pytest.mark.slow
+def test_prewarm_for_two_ranks(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB", tier="256MiB")
+    with ApiServer(model(), daemon.socket, words=("--tensor-parallel-size", "2")) as server:
+        two = Pair(daemon, server)
+        server.complete(prompt(1000, 60))
+        assert len(two.namespaces()) == 2
+        with daemon.client() as client:
+            client.flush(timeout_s=20)
+            for namespace in two.namespaces():
+                client.clear(arena_only=True, namespace=namespace)
+        found = job(two, {"token_ids": prompt(1000, 60)})
+        assert (found["namespaces"], found["resident_tokens"], found["stopped_by"]) == (2, 992, "")
+        assert found["promoted_bytes"] == found["resident_bytes"] == 31 * 128 << 10
+        # One rank's chunk is gone: of no use to either, and why says whose.
+        keys = server.ok("POST", "/v1/cache/keys", {"token_ids": prompt(1000, 60)})
+        with daemon.client() as client:
+            client.delete([bytes.fromhex(keys["chunks"][1]["key"])], namespace=two.namespaces()[1])
+        chunk = two.why({"token_ids": prompt(1000, 60)})["chunks"][1]
+        assert (chunk["state"], chunk["why"][0]["ranks"]) == ("partial", [1])
+        assert "deleted by a client" in chunk["why"][0]["text"]
+
+
 # ---- is it working, do they agree ------------------------------------------------------------------------------------
 
 
