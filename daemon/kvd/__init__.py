@@ -11,6 +11,7 @@ commands    what they do
 engine_commands  those about an engine: is it working, why is this prompt not found
 engines     asking an engine's own server, and telling what it is
 status      what `kvd status` says: one health word, the reasons, what is stored
+sizing      what `kvd size` says: what more RAM would bring
 service     what runs: server, operations, stats, the daemon's life
 wire        what travels: protocol, client
 store       what is in RAM: decides, no I/O

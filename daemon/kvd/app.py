@@ -129,6 +129,14 @@ def status(
 
 
 @app.command()
+def size(socket: SocketOption = None, json: JsonOption = False) -> None:
+    """What more RAM would bring, or less cost: share of tokens found, by size of the arena."""
+    from kvd import commands
+
+    commands.size(socket, json)
+
+
+@app.command()
 def keys(
     socket: SocketOption = None,
     namespace: NamespaceOption = None,

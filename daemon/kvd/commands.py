@@ -114,6 +114,19 @@ def ping(socket: Path | None, count: int, timeout: str, json: bool) -> None:
         emit(f"{client.path}: {server.server} answers, pid {server.pid}, round trip {format_duration(middle)}")
 
 
+def size(socket: Path | None, json: bool) -> None:
+    from kvd import sizing
+    from kvd.service.stats import of_reading
+
+    with _reader(socket) as reader:
+        body = of_reading(_read(reader, socket))
+    if json:
+        emit_json("kvd.size/1", sizing.as_json(body))
+        return
+    for line in sizing.page(body):
+        emit(line)
+
+
 def stats(socket: Path | None, json: bool, watch: bool, interval: str, count: int) -> None:
     from kvd.service.stats import of_reading
 

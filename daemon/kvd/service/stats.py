@@ -24,6 +24,7 @@ from kvd.store.accounts import Account
 from kvd.store.extents import PAGE
 from kvd.store.index import Index
 from kvd.store.retention import Retention
+from kvd.store.reuse import SCALES
 from kvd.store.store import Store
 from kvd.tiers.tier import Tier
 from kvd.tiers.tiering import Tiering
@@ -59,7 +60,7 @@ class Table:
     """Every metric of the daemon with the function that reads it. `version` changes when there are other rows."""
 
     def __init__(self, store: Store, tiering: Tiering, server: Server, operations: Operations) -> None:
-        self._index = store.index
+        self._store, self._index = store, store.index
         self._fixed = [
             *_store_rows(store, tiering, lambda: len(operations.tokens)),
             *_retention_rows(store),
@@ -70,14 +71,15 @@ class Table:
             if tier.adapter.capabilities.direct_extents:
                 self._fixed += _direct_rows(tier)
         self._fixed += _desk_rows(operations.direct)
+        self._fixed += _size_rows(store)
 
     @property
-    def version(self) -> int:
-        return self._index.accounts.version
+    def version(self) -> object:
+        return self._index.accounts.version, self._index.reuse.largest
 
     def rows(self) -> list[Row]:
         """All of them as they are now."""
-        return [*self._fixed, *_namespace_rows(self._index)]
+        return [*self._fixed, *_namespace_rows(self._index), *_namespace_size_rows(self._store)]
 
 
 def _makers(table: list[Row]) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -220,6 +222,34 @@ def _namespace_rows(index: Index) -> list[Row]:
         for name, kind, unit, help_, read in _figures(held, account):
             table.append(Row(Metric(f"namespace_{name}", kind, unit, help_, {"namespace": label}), read, held))
     return table
+
+
+def _size_rows(store: Store) -> list[Row]:
+    """What `kvd size` shows: how much would be found with more RAM, or less."""
+    table: list[Row] = []
+    counter, gauge = _makers(table)
+    reuse = store.index.reuse
+    gauge("size_sampled_keys", "", "Keys whose uses are watched, to tell what another size would do.", lambda: reuse.watched)
+    gauge("size_sample_per_million", "", "Keys in a million that are watched.", lambda: round(1e6 * reuse.rate))
+    counter("size_uses_total", "", "Uses of these.", lambda: reuse.uses_total)
+    return table + [_size_row("all", None, store, scale) for scale in SCALES]
+
+
+def _namespace_size_rows(store: Store) -> list[Row]:
+    largest = store.index.reuse.largest
+    return [_size_row(account.name.hex()[:LABEL_DIGITS], account, store, scale) for account in largest for scale in SCALES]
+
+
+def _size_row(namespace: str, account: Account | None, store: Store, scale: float) -> Row:
+    help_ = "Share of the bytes used that an LRU arena of so many times the size would have had; -1: not known yet."
+    metric = Metric("size_hit_share", "gauge", "", help_, {"namespace": namespace, "arena": f"{scale:g}"}, float=True)
+    reuse, capacity = store.index.reuse, scale * store.arena.capacity
+
+    def read() -> float:
+        share = reuse.share(capacity, account)
+        return -1.0 if share is None else share
+
+    return Row(metric, read, reuse)
 
 
 def _figures(held: _Held, account: Account) -> Sequence[tuple[str, str, str, str, Callable[[], float]]]:

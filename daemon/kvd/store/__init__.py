@@ -9,6 +9,7 @@ index      identity -> entry, least recently used first, per retention class
 accounts   who uses what: figures a namespace, a bounded number of them
 tombstones why values are gone: the last fates, for kvd why
 s3fifo     an eviction order that a scan does not upset
+reuse      how much would be found with more RAM, or less
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
 store      the decisions: what is stored, found, evicted, refused

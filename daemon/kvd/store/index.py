@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvd.store.accounts import Account, Accounts
 from kvd.store.expiry import Expiries
 from kvd.store.retention import NEVER, Retention
+from kvd.store.reuse import Reuse
 from kvd.store.s3fifo import Queues
 
 FREE, LIVE, GONE = 0, 1, 2
@@ -38,6 +39,7 @@ ABSENT = 0
 Slots = npt.NDArray[np.int64]
 
 _ONE = np.uint32(1)
+SAMPLE_STEP = 1000
 EMPTY_NAMESPACES = 64
 """Namespaces that hold nothing and are remembered all the same."""
 _TRIES = 64  # temporary values looked at for a victim
@@ -51,6 +53,7 @@ _COLUMNS = {
     "state": np.uint8,
     "klass": np.uint8,
     "dirty": np.uint16,  # tiers it is still on its way to, a bit each
+    "sampled": np.uint8,  # its uses are looked at (see `reuse`)
     "passing": np.uint8,  # temporary: reads until it is one like any other
     "space": np.uint32,  # number of its namespace
 }
@@ -59,10 +62,11 @@ _COLUMNS = {
 class Namespace:
     """One namespace's keys. `account` is what `kvd stats` shows for it."""
 
-    __slots__ = ("account", "bytes", "name", "number", "slots")
+    __slots__ = ("account", "bytes", "name", "number", "salt", "slots")
 
     def __init__(self, name: bytes, number: int, account: Account) -> None:
         self.name = name
+        self.salt = hash(name)
         self.number = number
         self.account = account
         self.slots: dict[bytes, int] = {}
@@ -75,6 +79,7 @@ class Index:
     def __init__(self, *, scan_resistant: bool = False) -> None:
         self._rows = 0
         self.queues = Queues(len(Retention), self._blocked) if scan_resistant else None
+        self.reuse = Reuse()
         self._temporary: deque[tuple[int, bytes]] = deque()
         self.keys: list[bytes | None] = []
         self._grow(1024)
@@ -120,6 +125,7 @@ class Index:
     state: npt.NDArray[np.uint8]
     klass: npt.NDArray[np.uint8]
     dirty: npt.NDArray[np.uint16]
+    sampled: npt.NDArray[np.uint8]
     passing: npt.NDArray[np.uint8]
     space: npt.NDArray[np.uint32]
     start_of: "memoryview[int]"
@@ -130,6 +136,7 @@ class Index:
     state_of: "memoryview[int]"
     klass_of: "memoryview[int]"
     dirty_of: "memoryview[int]"
+    sampled_of: "memoryview[int]"
     passing_of: "memoryview[int]"
     space_of: "memoryview[int]"
 
@@ -196,19 +203,45 @@ class Index:
 
     def touch(self, slots: Slots) -> None:
         """These were used now, the first of them last."""
-        count = len(slots)
-        self._tick += count
-        self.tick[slots] = np.arange(self._tick - 1, self._tick - 1 - count, -1, dtype=np.int64)
+        self.order(slots)
+        sampled = self.sampled[slots]
+        if 1 in sampled.tobytes():
+            for slot in slots[sampled == 1].tolist():
+                self.note_use(slot)
         if self.queues is not None:
             self.queues.used(slots)
         if self._temporary:
             passing = self.passing[slots]
             self.passing[slots] = passing - (passing > 0)
 
+    def order(self, slots: Slots) -> None:
+        """The same, for the order alone: nobody read them."""
+        count = len(slots)
+        self._tick += count
+        self.tick[slots] = np.arange(self._tick - 1, self._tick - 1 - count, -1, dtype=np.int64)
+
+    def note_use(self, slot: int) -> None:
+        """A sampled value was read or put."""
+        space = self.by_number[self.space_of[slot]]
+        key = self.keys[slot]
+        if key is None or not self.reuse.use(hash(key) ^ space.salt, space.account, self.length_of[slot]):
+            self.sampled_of[slot] = 0
+
+    def sample_anew(self) -> Iterator[None]:
+        """Flag the values of a new sample, in steps."""
+        for start in range(1, self._next, SAMPLE_STEP):
+            for slot in range(start, min(start + SAMPLE_STEP, self._next)):
+                key = self.keys[slot]
+                if key is not None:
+                    self.sampled_of[slot] = self.reuse.holds(hash(key) ^ self.by_number[self.space_of[slot]].salt)
+            yield
+
     def touch_one(self, slot: int) -> None:
         """`touch` for one slot."""
         self.tick_of[slot] = self._tick
         self._tick += 1
+        if self.sampled_of[slot]:
+            self.note_use(slot)
         if self.queues is not None:
             self.queues.used_one(slot)
         if self.passing_of[slot]:
@@ -241,6 +274,7 @@ class Index:
         self.klass_of[slot] = klass
         self.dirty_of[slot] = 0
         self.passing_of[slot] = 0
+        self.sampled_of[slot] = self.reuse.holds(hash(key) ^ space.salt)
         self.space_of[slot] = space.number
         self.keys[slot] = key
         space.slots[key] = slot

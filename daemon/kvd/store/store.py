@@ -142,6 +142,7 @@ class Store:
         """Share of the arena above which `tick` evicts `ratio` of the bytes used; None: only on demand."""
         self.ratio = 0.2
         self._surplus = 0  # bytes that `tick` has still to evict
+        self._sampling: Iterator[None] = iter(())
         self.short = Short.FULL
         """Why the last attempt to find room found none."""
         self._slice = SLICE
@@ -217,7 +218,7 @@ class Store:
             reasons.append("")
         if len(slots) > 1 and self.index.queues is None:
             # As in a look-up, the first of them counts as the last used: the beginning of a prefix outlives its end.
-            self.index.touch(np.array(slots, dtype=np.int64))
+            self.index.order(np.array(slots, dtype=np.int64))
         return reasons
 
     def put_inline(
@@ -306,6 +307,8 @@ class Store:
             self._hide(old)
         slot = self.index.add(space, key, offset // PAGE, length, retention, expires_ns)
         self._count_set(space.account, retention, length)
+        if self.index.sampled_of[slot]:
+            self.index.note_use(slot)
         self.listener.stored(slot, old is not None)
         return slot
 
@@ -532,6 +535,10 @@ class Store:
             self._hide(slot)
         if self.watermark is not None:
             self._keep_below(self.watermark)
+        accounts = self.index.accounts
+        if self.index.reuse.tick(self.monotonic(), list(accounts.own.values()), accounts.other):
+            self._sampling = self.index.sample_anew()
+        next(self._sampling, None)
 
     def _keep_below(self, watermark: float) -> None:
         """Evict `ratio` of the bytes used once they are above the watermark: a slice of TICK_EVICT_S a call, until it is done.
