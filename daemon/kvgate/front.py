@@ -7,18 +7,24 @@ Model requests skip Starlette's routing: they are nearly all there is, and one l
 OpenAI's shape on model paths and in the peer's shape on management paths; this module is where an error becomes bytes.
 """
 
+import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
+import aiohttp
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from yarl import URL
 
 from kvgate import openapi, prewarm
-from kvgate.errors import BodyTooLarge, MethodNotAllowed, RequestError
+from kvgate.control import describe
+from kvgate.errors import BadRequest, BodyTooLarge, MethodNotAllowed, RequestError, Unavailable, UpstreamSilent
 from kvgate.manage import Management, failed, json, retry_after
 from kvgate.proxy import ClientGone, Proxy, Scope, read_body
 
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
     from kvgate.serve import Gate
 
 log = logging.getLogger("kvgate.front")
+ENGINE_GET_S = 10.0
+_OF_ENGINE = re.compile(r"/v1/cache/(engine|prewarm/[0-9A-Za-z_-]{1,64})")
+"""GETs that an engine answers; its other paths are not the client's business."""
 
 MODEL_PATHS = frozenset(
     {
@@ -36,6 +45,8 @@ MODEL_PATHS = frozenset(
         "/v1/score",
         "/v1/rerank",
         prewarm.PATH,
+        "/v1/cache/keys",
+        "/v1/cache/why",
         "/tokenize",
         "/detokenize",
         "/classify",
@@ -63,13 +74,15 @@ class Front:
             return
         path: str = scope["path"]
         model_path = path in MODEL_PATHS
-        inference = model_path or path.startswith("/v1/models")
+        inference = model_path or path.startswith(("/v1/models", "/v1/cache/"))
         try:
             self._gate.guard.check(path, scope["headers"], inference=inference)
             if model_path and scope["method"] == "POST":
                 await self._model_request(scope, receive, send)
             elif model_path:
                 raise MethodNotAllowed(f"{path} takes POST")
+            elif scope["method"] == "GET" and _OF_ENGINE.fullmatch(path):
+                await self._ask_engine(scope, send)
             else:
                 await self._rest(scope, receive, send)
         except RequestError as error:
@@ -88,6 +101,30 @@ class Front:
             await _send_json(send, status, answer)
             return
         await self._proxy.handle(scope, receive, send, body)
+
+    async def _ask_engine(self, scope: Scope, send: Any) -> None:
+        """What an engine says of a prewarm job or of itself: a GET names its model in the query, for it has no body."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        names = list(self._gate.router.backends)
+        name = query.get("model", names if len(names) == 1 else [""])[0]
+        if not name:
+            raise BadRequest("model parameter is required", param="model", hint="add ?model=NAME")
+        backend = self._gate.router.find(name)
+        url = backend.config.endpoint.url + str(scope["path"])
+        headers = {"authorization": f"Bearer {backend.config.api_key}"} if backend.config.api_key else {}
+        try:
+            async with asyncio.timeout(ENGINE_GET_S), self._gate.session.get(URL(url, encoded=True), headers=headers) as answer:
+                body = await answer.read()
+        except TimeoutError:
+            raise UpstreamSilent(f"{backend.name}: no answer within {ENGINE_GET_S:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(f"{backend.name}: {describe(error)}", retry_after_s=backend.machine.retry_after_s) from None
+        kept = [
+            (b"content-type", (answer.content_type or "application/json").encode()),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json"""

@@ -45,6 +45,8 @@ def document(model_paths: Iterable[str], models: Iterable[str]) -> Json:
             **{path: {"post": _passed_on(named)} for path in sorted(model_paths)},
             **_own(named),
             PREWARM: {"post": _prewarm(named)},
+            f"{PREWARM}/{{job}}": {"get": _of_engine("How far a prewarm of the engine is", named, job=True)},
+            "/v1/cache/engine": {"get": _of_engine("What the engine's cache keys depend on", named)},
         },
         "components": {"schemas": _SCHEMAS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -79,6 +81,16 @@ def _prewarm(named: Json) -> Json:
     found["requestBody"]["content"]["application/json"]["schema"] = {"anyOf": [keyed, {**other, "not": {"required": ["keys"]}}]}
     found["summary"] = "Bring a prompt's cache up from the tiers: keys by the daemon itself, anything else by the engine of `model`"
     found["responses"]["202"] = {"description": "Begun", "content": _OBJECT}
+    return found
+
+
+def _of_engine(summary: str, named: Json, *, job: bool = False) -> Json:
+    """A GET that an engine answers: the query names its model."""
+    found = _get(summary, _query("model", named), errors=(400, 404, 503, 504), shape=_OPENAI_ERROR)
+    if job:
+        text = {"type": "string", "pattern": "^[0-9a-f]{1,64}$"}
+        found["parameters"].append({"name": "job", "in": "path", "required": True, "schema": text})
+    found["responses"]["default"] = {"description": "Whatever the engine answers, unchanged"}
     return found
 
 

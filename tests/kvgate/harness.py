@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import yaml
+from yarl import URL
 
 from kvgate import config as configuration
 from kvgate.serve import Gate, listen, new_server
@@ -36,9 +37,10 @@ class Client:
     def __init__(self, gate: Gate, base: str, session: aiohttp.ClientSession) -> None:
         self.gate, self.base, self.session = gate, base, session
 
-    async def ask(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
+    async def ask(self, path: str | URL, body: Any = None, **options: Any) -> tuple[int, Any, Mapping[str, str]]:
         method = options.pop("method", "GET" if body is None else "POST")
-        async with self.session.request(method, self.base + path, json=body, **options) as answer:
+        url = path if isinstance(path, URL) else self.base + path
+        async with self.session.request(method, url, json=body, **options) as answer:
             text = await answer.read()
             kind = answer.content_type
             return answer.status, await answer.json() if kind == "application/json" else text, answer.headers.copy()

@@ -176,6 +176,7 @@ async def test_openapi_document_and_routes_are_the_same(tmp_path: Path) -> None:
         assert (status, document["openapi"]) == (200, "3.1.0")
         described = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
         routed = {(path, "POST") for path in MODEL_PATHS}
+        routed |= {("/v1/cache/prewarm/{job}", "GET"), ("/v1/cache/engine", "GET")}
         for route in client.gate.app.routes:
             assert route.methods is not None
             routed |= {(route.path.replace(":path", ""), method) for method in route.methods - {"HEAD"}}

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from yarl import URL
 
 from kvgate import prewarm
 from kvgate.errors import BadRequest
@@ -86,6 +87,27 @@ async def test_what_is_for_the_engine_goes_to_the_engine(tmp_path: Path, stored:
         for other in ({"prompt": "hello"}, {"block_hashes": ["ab" * 16]}, {"messages": []}):
             await client.ask(prewarm.PATH, {"model": "tiny", **other})
         assert engine.count(prewarm.PATH) == 3
+
+
+async def test_the_job_of_an_engine_is_asked_of_that_engine(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, FakeEngine() as other:
+        models = {"tiny": {"host": "127.0.0.1", "port": engine.port}, "org/two": {"host": "127.0.0.1", "port": other.port}}
+        async with running_gate(write_config(tmp_path / "models.yaml", models)) as client:
+            assert (await client.ask("/v1/cache/prewarm/ab12?model=org%2Ftwo"))[0] == 200
+            assert (await client.ask("/v1/cache/engine?model=tiny"))[0] == 200
+            assert (other.count("/v1/cache/prewarm/ab12"), engine.count("/v1/cache/engine")) == (1, 1)
+            status, told, _ = await client.ask("/v1/cache/prewarm/ab12")
+            assert (status, told["error"]["message"]) == (400, "model parameter is required. Add ?model=NAME.")
+            assert (await client.ask("/v1/cache/prewarm/ab12?model=nope"))[0] == 404
+            for hidden in ("/v1/cache/engine/../../sleep", "/v1/cache/prewarm/a%2Fb", "/v1/cache/engines"):
+                seen = len(engine.calls)
+                answer = await client.ask(URL(client.base + hidden + "?model=tiny", encoded=True))
+                assert (answer[0], [call.path for call in engine.calls[seen:] if "cache" in call.path]) == (404, [])
+            await other.stop()
+            assert (await client.ask("/v1/cache/prewarm/ab12?model=org%2Ftwo"))[0] == 503
+            for path in ("/v1/cache/keys", "/v1/cache/why"):
+                assert (await client.ask(path, {"model": "tiny", "prompt": "x"}))[0] == 200
+                assert engine.count(path) == 1
 
 
 async def test_a_daemon_that_dies_or_hangs_is_503(tmp_path: Path, stored: Daemon) -> None:
