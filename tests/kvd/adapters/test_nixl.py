@@ -22,6 +22,7 @@ from kvd.tiers.adapters.nixl_store import MANIFEST, NixlStoreAdapter
 from tests.kvd.adapters.test_conformance import SIZES, body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
 from tests.support.processes import run_cli
+from tests.support.servers import MotoServer, Server
 
 pytestmark = pytest.mark.real("nixl")
 
@@ -287,7 +288,8 @@ def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path, dynamic: b
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ({"backend": "OBJ"}, "field 'backend': not one of POSIX, GDS, GDS_MT, HF3FS"),
+        ({"backend": "NFS"}, "field 'backend': not one of POSIX, GDS, GDS_MT, HF3FS, OBJ"),
+        ({"backend": "OBJ"}, "field 'backend_params': 'bucket' is missing"),
         ({"pool_size": 0}, "field 'pool_size'"),
         ({"backend_params": {}}, "field 'backend_params': 'file_path' is missing"),
         (
@@ -334,3 +336,56 @@ def test_the_same_memory_through_two_agents() -> None:
         agent.close()
         with pytest.raises(OSError, match="closed"):
             agent.read(0, [(0, memoryview(arena))])
+
+
+def bucket_pool(server: MotoServer, bucket: str, **more: Any) -> Adapter:
+    parameters = {
+        "bucket": bucket,
+        "prefix": "some/where/",
+        "endpoint_override": f"http://127.0.0.1:{server.port}",
+        "scheme": "http",
+        "region": "us-east-1",
+        "use_virtual_addressing": "false",
+        "access_key": "env:KVT_ACCESS",
+        "secret_key": "test",
+        **more,
+    }
+    (adapter,) = registry.build([{"type": "nixl_store", "backend": "OBJ", "backend_params": parameters, "pool_size": 4}])
+    return adapter
+
+
+@pytest.mark.real("s3")
+def test_a_pool_of_objects(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVT_ACCESS", "test")
+    server = servers["s3"].wait()
+    assert isinstance(server, MotoServer)
+    bucket = "kvt-" + os.urandom(8).hex()
+    server.request("PUT", f"/{bucket}")
+    with opened(bucket_pool(server, bucket)) as adapter:
+        for number, size in enumerate((0, 5000, 4096, 300_001)):
+            assert put(adapter, number, body(number, size)).ok
+            assert get(adapter, number, size) == body(number, size)
+        assert put(adapter, 4).ok, "evicts"
+        assert adapter.usage().entries == 4
+        assert get(adapter, 0, 0) is Loaded.MISS
+        assert put(adapter, 1, b"shorter").ok
+        assert adapter.delete([ident(2)]) == 1
+    with opened(bucket_pool(server, bucket)) as adapter:
+        assert adapter.usage().entries == 3
+        assert [get(adapter, 1, 7), get(adapter, 3, 300_001), get(adapter, 4)] == [b"shorter", body(3, 300_001), body(4)]
+        assert get(adapter, 2, 4096) is Loaded.MISS
+        for slot in range(4):  # cut off behind the header, and a foreign one
+            raw = server.request("GET", f"/{bucket}/some/where/obj_{slot}")
+            if raw[8:72] == ident(3):
+                server.request("PUT", f"/{bucket}/some/where/obj_{slot}", raw[:5000])
+            if raw[8:72] == ident(4):
+                server.request("PUT", f"/{bucket}/some/where/obj_{slot}", os.urandom(len(raw)))
+        assert get(adapter, 3, 300_001) is Loaded.CORRUPT
+        assert get(adapter, 4) is Loaded.CORRUPT
+        assert put(adapter, 3, body(3, 300_001)).ok
+        assert get(adapter, 3, 300_001) == body(3, 300_001)
+    with pytest.raises(AdapterConfigError, match="unknown 'buckett'"):
+        bucket_pool(server, bucket, buckett="x").open()
+    server.request("PUT", f"/{bucket}/some/where/manifest", b"{}")
+    with pytest.raises(AdapterConfigError, match="some/where/manifest is none"):
+        bucket_pool(server, bucket).open()

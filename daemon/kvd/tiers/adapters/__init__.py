@@ -10,7 +10,7 @@ raw_block     slots on a block device or file
 dax           slots in a mapped file or device
 resp          Redis or Valkey
 lmcache       an LMCache server
-nixl_store    a pool of files, through NIXL
+nixl_store    a pool of files or (nixl_objects) of objects, through NIXL
 nixl_dynamic  one file an object, through NIXL
 s3            any S3
 hfbucket      Hugging Face buckets

@@ -1,15 +1,15 @@
-"""NIXL: how bytes move between memory and open files for the two tiers that use it, `nixl_store` and `nixl_store_dynamic`.
+"""NIXL: how bytes move between memory and open files or objects for the tiers that use it, `nixl_store` and `nixl_store_dynamic`.
 
-One agent with one back end (POSIX, GDS, GDS_MT, HF3FS) for each adapter. The arena is registered once; a file, and memory
-that does not lie in the arena, for the length of one transfer. A transfer is posted, polled until it is over, and released:
-`move` returns only then, so no buffer is given back that a device still writes into. One that never ends hangs its caller,
-which is what the tier's watch is for. What NIXL says of a failure is hardly more than that it failed; so who calls asks
-the file system first (is there room, is the file long enough).
+One agent with one back end (POSIX, GDS, GDS_MT, HF3FS, OBJ) for each adapter. The arena is registered once; a file or object,
+and memory that does not lie in the arena, for the length of one transfer. A transfer is posted, polled until it is over, and
+released: calls return only then, so no buffer is given back that a device still writes into. One that never ends hangs its
+caller, which is what the tier's watch is for. What NIXL says of a failure is hardly more than that it failed; so who calls
+asks the file system first (is there room, is the file long enough).
 """
 
 import errno
+import itertools
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +20,13 @@ from kvd.tiers.adapters.base import AdapterConfigError
 from kvd.tiers.adapters.kind import nearest
 
 BACKENDS = ("POSIX", "GDS", "GDS_MT", "HF3FS")
+"""Those that read and write files."""
+OBJECTS = "OBJ"
+OBJECT_PARAMETERS = (
+    "access_key", "secret_key", "session_token", "bucket", "endpoint_override", "scheme", "region", "use_virtual_addressing",
+    "req_checksum", "ca_bundle", "num_threads",
+)  # fmt: skip
+"""What OBJ takes; unlike the others it does not say so itself."""
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
 
 
@@ -38,7 +45,7 @@ class Transfers:
         self._failures: tuple[type[Exception], ...] = ()
         self._memory: memoryview | None = None
         self._arena = range(0)
-        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
 
     def attach(self, memory: memoryview) -> None:
         """The arena, to be registered when the agent is there."""
@@ -62,9 +69,9 @@ class Transfers:
         )
         agent = api.nixl_agent(self._name, settings)
         if self.backend not in agent.plugin_list:
-            have = ", ".join(one for one in BACKENDS if one in agent.plugin_list)
+            have = ", ".join(one for one in (*BACKENDS, OBJECTS) if one in agent.plugin_list)
             raise AdapterConfigError(f"{self._where}: this nixl has no back end {self.backend}", hint=f"it has {have}")
-        known = agent.get_plugin_params(self.backend)
+        known = OBJECT_PARAMETERS if self.backend == OBJECTS else agent.get_plugin_params(self.backend)
         if strange := next((word for word in self._parameters if word not in known), None):
             raise AdapterConfigError(
                 f"{self._where}: field 'backend_params': unknown {strange!r}", hint=nearest(strange, [*known, *OURS])
@@ -89,26 +96,47 @@ class Transfers:
 
     def write(self, fd: int, parts: Sequence[tuple[int, memoryview]]) -> None:
         """Write these buffers at these offsets. Raises OSError."""
-        self._move("WRITE", fd, parts)
+        self._move("WRITE", ("FILE", fd, ""), parts)
 
     def read(self, fd: int, parts: Sequence[tuple[int, memoryview]]) -> None:
         """Fill these buffers from these offsets, whole. Raises OSError, also where the file is too short."""
-        self._move("READ", fd, parts)
+        self._move("READ", ("FILE", fd, ""), parts)
 
-    def _move(self, operation: str, fd: int, parts: Sequence[tuple[int, memoryview]]) -> None:
+    def put(self, key: str, data: memoryview) -> None:
+        """Write an object, whole. Raises OSError."""
+        self._move("WRITE", ("OBJ", next(self._numbers), key), [(0, data)])
+
+    def get(self, key: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Read parts of an object. Raises OSError; where it is too short, some bytes are what they were before."""
+        self._move("READ", ("OBJ", next(self._numbers), key), parts)
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object. Raises OSError."""
+        agent = self._agent
+        if agent is None:
+            raise OSError(errno.EBADF, "closed")
+        try:
+            (found,) = agent.query_memory([(0, 0, 0, key)], self.backend, "OBJ")
+        except self._failures as error:
+            raise OSError(errno.EIO, f"NIXL {self.backend}: {error}") from None
+        return found is not None
+
+    def _move(self, operation: str, place: tuple[str, int, str], parts: Sequence[tuple[int, memoryview]]) -> None:
+        """`place`: what it is, its descriptor (or a number that nothing else under way has), and an object's key."""
         agent = self._agent
         if agent is None:
             raise OSError(errno.EBADF, "closed")
         rows = [(address(data), len(data), at) for at, data in parts if len(data)]
         strange = [(start, length, 0, "") for start, length, _ in rows if start not in self._arena]
         end = max(at + length for _, length, at in rows)
+        kind, number, key = place
         held = []
         try:
-            held.append(agent.register_memory([(0, end, fd, "")], "FILE", backends=[self.backend]))
+            held.append(agent.register_memory([(0, end, number, key)], kind, backends=[self.backend]))
             if strange:
                 held.append(agent.register_memory(strange, "DRAM", backends=[self.backend]))
             local = agent.get_xfer_descs([(start, length, 0) for start, length, _ in rows], "DRAM")
-            remote = agent.get_xfer_descs([(at, length, fd) for _, length, at in rows], "FILE")
+            remote = agent.get_xfer_descs([(at, length, number) for _, length, at in rows], kind)
             handle = agent.initialize_xfer(operation, local, remote, self._name, b"", [self.backend])
             try:
                 self._wait(agent, handle)
@@ -131,7 +159,7 @@ class Transfers:
             raise OSError(errno.EIO, f"NIXL {self.backend}: the transfer failed")
 
 
-OURS = ("file_path", "use_direct_io", "file_size", "max_capacity_gb", "shard_dirs")
+OURS = ("file_path", "use_direct_io", "file_size", "max_capacity_gb", "shard_dirs", "prefix")
 """What adapters take out of `backend_params`; the rest is the back end's own."""
 
 
@@ -140,4 +168,4 @@ def address(data: memoryview) -> int:
     return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
-__all__ = ["BACKENDS", "OURS", "Transfers", "address"]
+__all__ = ["BACKENDS", "OBJECTS", "OURS", "Transfers", "address"]

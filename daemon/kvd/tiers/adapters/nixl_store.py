@@ -1,4 +1,4 @@
-"""`nixl_store`: a pool of files, one value in each, moved by NIXL (POSIX, GDS, GDS_MT, HF3FS).
+"""`nixl_store`: a pool of files or objects, one value in each, moved by NIXL (POSIX, GDS, GDS_MT, HF3FS, OBJ).
 
 <file_path>/kvtools-nixl.json   the manifest: format, version, a random generation; whoever holds its lock owns the pool
 <file_path>/obj_<i>.bin         slot i of `pool_size`: a header block and the value, as in slots; empty when nothing is in it
@@ -8,7 +8,7 @@ log says so once. So a pool that was given only a number of files holds that man
 evicted or deleted is given back to the file system at once. `trigger_watermark` counts files, `usage` their bytes.
 
 The index is made anew from the headers at each start: values, their sizes and what may be evicted survive it. Files are
-opened for the length of one transfer, so a large pool needs no large number of descriptors.
+opened for the length of one transfer, so a large pool needs no large number of descriptors. Objects: see nixl_objects.
 """
 
 import contextlib
@@ -20,16 +20,20 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Item, Stored, Usage
 from kvd.tiers.adapters.fs import sync_file_system
-from kvd.tiers.adapters.kind import Eviction, Field, Kind, mapping, path, size, switch, whole, word
-from kvd.tiers.adapters.nixl import BACKENDS, Transfers
+from kvd.tiers.adapters.kind import Eviction, Field, Kind, mapping, path, size, switch, text, whole, word
+from kvd.tiers.adapters.nixl import BACKENDS, OBJECTS, Transfers
 from kvd.tiers.adapters.slots import BLOCK, Medium, SlotAdapter
+from kvtools.config import read_secret
 from kvtools.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvd.tiers.adapters.nixl_objects import ObjectPool
 
 log = logging.getLogger("kvd.tiers")
 
@@ -179,12 +183,11 @@ class NixlStoreAdapter(SlotAdapter):
         file_size: int = 0,
         direct: bool = False,
         eviction: Eviction | None = None,
-        clock_ns: Callable[[], int] | None = None,
+        objects: "ObjectPool | None" = None,
     ) -> None:
         stride = file_size or BLOCK + LARGEST
-        self._pool = Pool(name, folder, pool_size, stride, transfers, direct=direct)
-        more = {} if clock_ns is None else {"clock_ns": clock_ns}
-        super().__init__(name, self._pool, stride, where=str(folder), eviction=eviction, **more)
+        self._pool: Pool | ObjectPool = objects or Pool(name, folder, pool_size, stride, transfers, direct=direct)
+        super().__init__(name, self._pool, stride, where=objects.where if objects else str(folder), eviction=eviction)
         self._file_size = file_size
         self._said = False
         self._largest = BLOCK
@@ -247,7 +250,9 @@ def _padded(length: int) -> int:
 # ---- configuration -----------------------------------------------------------------------------------------------------
 
 
-def parameters(name: str, type_name: str, values: dict[str, Any], ours: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def parameters(
+    name: str, type_name: str, values: dict[str, Any], ours: dict[str, Any], *, needs: str = "file_path"
+) -> tuple[dict[str, Any], dict[str, str]]:
     """`backend_params` read: those of ours (name -> how to read it), and those for the back end. Raises AdapterConfigError."""
     made: dict[str, Any] = {}
     rest: dict[str, str] = {}
@@ -261,10 +266,10 @@ def parameters(name: str, type_name: str, values: dict[str, Any], ours: dict[str
             raise AdapterConfigError(
                 f"adapter {name} ({type_name}): field 'backend_params': {word_!r}: {error.message}", hint=error.hint
             ) from None
-    if "file_path" not in made:
+    if needs not in made and needs not in rest:
         raise AdapterConfigError(
-            f"adapter {name} ({type_name}): field 'backend_params': 'file_path' is missing",
-            hint='such as {"file_path": "/srv/kv", "use_direct_io": "false"}',
+            f"adapter {name} ({type_name}): field 'backend_params': {needs!r} is missing",
+            hint='such as {"file_path": "/srv/kv", "use_direct_io": "false"}' if needs == "file_path" else "the bucket's name",
         )
     return made, rest
 
@@ -279,7 +284,28 @@ def _file_size(value: Any) -> int:
     return made
 
 
+def _make_objects(name: str, values: dict[str, Any]) -> Adapter:
+    from kvd.tiers.adapters.nixl_objects import ObjectPool
+
+    def secret(value: Any) -> str:
+        return read_secret(text(value))
+
+    readers = {"prefix": text, "file_size": _file_size, "use_direct_io": switch, "access_key": secret, "secret_key": secret}
+    ours, rest = parameters(name, "nixl_store", values, readers, needs="bucket")
+    rest |= {word_: ours[word_] for word_ in ("access_key", "secret_key") if word_ in ours}
+    transfers = Transfers(name, "nixl_store", OBJECTS, rest)
+    file_size = ours.get("file_size", 0)
+    objects = ObjectPool(
+        name, rest["bucket"], ours.get("prefix", "kvd/"), values["pool_size"], file_size or BLOCK + LARGEST, transfers
+    )
+    return NixlStoreAdapter(
+        name, Path(), values["pool_size"], transfers, file_size=file_size, eviction=values.get("eviction"), objects=objects
+    )
+
+
 def _make(name: str, values: dict[str, Any]) -> Adapter:
+    if values["backend"] == OBJECTS:
+        return _make_objects(name, values)
     ours, rest = parameters(name, "nixl_store", values, {"file_path": path, "use_direct_io": switch, "file_size": _file_size})
     transfers = Transfers(name, "nixl_store", values["backend"], rest)
     return NixlStoreAdapter(
@@ -299,12 +325,13 @@ KIND = Kind(
     "kvd.tiers.adapters.nixl_store:NixlStoreAdapter",
     _make,
     (
-        Field("backend", word(*BACKENDS), required=True, help="POSIX, GDS, GDS_MT or HF3FS"),
+        Field("backend", word(*BACKENDS, OBJECTS), required=True, help="POSIX, GDS, GDS_MT or HF3FS; OBJ: objects in a bucket"),
         Field(
             "backend_params",
             mapping,
             required=True,
-            help='{"file_path": DIR, "use_direct_io": "false"}; "file_size" bounds a file; more is the back end\'s own',
+            help='{"file_path": DIR, "use_direct_io": "false"}, or for OBJ {"bucket": NAME, "prefix": TEXT}; '
+            '"file_size" bounds a file; more is the back end\'s own',
         ),
         Field("pool_size", whole(1, 1 << 24), required=True, help="number of files: as many values fit"),
     ),
