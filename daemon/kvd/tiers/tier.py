@@ -12,7 +12,6 @@ probes it. Loads are misses meanwhile; what waits to be stored stays queued.
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 from collections import deque
@@ -163,7 +162,6 @@ class Tier:
         self._settled = settled
         self.store = store
         self.breaker = Breaker(store.monotonic)
-        adapter.listen(functools.partial(store.tombstones.note_many, fate=Fate.EVICTED, place=self.name, why="room in the tier"))
         self.queue: deque[Write | Erase] = deque()
         self.doomed: dict[Identity, int] = {}
         """What a queued delete is about to remove: look-ups must not see it any more."""

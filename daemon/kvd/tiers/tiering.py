@@ -16,6 +16,7 @@ Nothing here waits for a tier on behalf of a key that is in RAM (I5).
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
@@ -81,6 +82,8 @@ class Tiering:
             tier = Tier(adapter, self.store, changed=self._progress, number=number, requests=self.in_flight, settled=self._settled)
             self.tiers.append(tier)
             adapter.attach(self.store.arena.view)
+            bury = self.store.tombstones.note_many
+            adapter.listen(functools.partial(bury, fate=Fate.EVICTED, place=tier.name, why="room in the tier"))
             await tier.open()
 
     async def close(self, deadline_s: float) -> None:
