@@ -31,7 +31,8 @@ MAX_KEYS = 65_536
 """Keys times namespaces of one request."""
 MAX_JOBS = 8
 MAX_DEADLINE_S = 600.0
-PING_S = 2.0
+PING_S = 5.0
+"""As long as kvd's own client waits: a busy daemon is none that hangs."""
 CALL_S = 2.0
 """One call to the daemon at most, so that a gate that stops waits for no prefetch."""
 

@@ -110,10 +110,12 @@ async def test_the_job_of_an_engine_is_asked_of_that_engine(tmp_path: Path) -> N
                 assert engine.count(path) == 1
 
 
-async def test_a_daemon_that_dies_or_hangs_is_503(tmp_path: Path, stored: Daemon) -> None:
+async def test_a_daemon_that_dies_or_hangs_is_503(tmp_path: Path, stored: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeEngine() as engine, running_gate(config(tmp_path, engine, stored.socket)) as client:
         stored.signal(signal.SIGSTOP)
-        status, told, headers = await client.ask(prewarm.PATH, body())
+        with monkeypatch.context() as patch:
+            patch.setattr(prewarm, "PING_S", 0.5)
+            status, told, headers = await client.ask(prewarm.PATH, body())
         assert (status, told["error"]["code"], headers["Retry-After"]) == (503, "model_unavailable", "1")
         stored.signal(signal.SIGCONT)
         stored.kill9()
