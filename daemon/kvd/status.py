@@ -54,6 +54,8 @@ def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
     name = tier["name"]
     if tier["breaker_open"]:
         yield Check("TIER_DOWN", ERR, f"tier {name} does not work: left alone, probed now and then (the log says why)")
+    elif down := tier.get("parts_down"):
+        yield Check("TIER_DEGRADED", WARN, f"tier {name}: {down} of its directories do not work: served without (the log says why)")
     if tier["corruptions_total"]:
         yield Check("TIER_CORRUPT", WARN, f"tier {name}: {tier['corruptions_total']} values were damaged (answered as misses)")
     if tier["store_failures_total"]:

@@ -305,6 +305,7 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "entries": ("", "Values it holds.", lambda: tier.adapter.usage().entries),
         "queue": ("", "Changes waiting for it.", lambda: len(tier.queue)),
         "breaker_open": ("", "1 while it is left alone because it failed or hangs.", lambda: int(tier.broken)),
+        "parts_down": ("", "Of its directories, where it has several: those that do not work.", lambda: adapter.parts_down),
     }
     totals: dict[str, tuple[str, str, Callable[[], float]]] = {
         "hits": ("", "Values loaded from it.", lambda: adapter.counters.hits),

@@ -48,6 +48,7 @@ def test_all_is_well(daemon: Daemon, body: dict[str, Any]) -> None:
         ("QUARANTINE", status.WARN, {"quarantine_bytes": 4096}),
         ("EVICTED_UNWRITTEN", status.WARN, {"evictions_unwritten_total": 3}),
         ("TIER_DOWN", status.ERR, {"tier": {"breaker_open": 1}}),
+        ("TIER_DEGRADED", status.WARN, {"tier": {"parts_down": 1}}),
         ("TIER_CORRUPT", status.WARN, {"tier": {"corruptions_total": 2}}),
         ("TIER_REFUSED", status.WARN, {"tier": {"store_failures_total": 2}}),
     ],

@@ -288,6 +288,11 @@ class Adapter(ABC):
         """Make everything stored so far as durable as this adapter can, and say how durable that is."""
         return Durability.NONE
 
+    @property
+    def parts_down(self) -> int:
+        """How many of its parts (the directories of a stripe) do not work now."""
+        return 0
+
     def describe(self) -> dict[str, object]:
         """Settings worth showing (path, durability, I/O mode); no secrets."""
         return {}

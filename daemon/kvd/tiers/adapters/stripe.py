@@ -358,6 +358,10 @@ class Stripe(Adapter):
                 weakest = min(weakest, member.adapter.flush())
         return weakest
 
+    @property
+    def parts_down(self) -> int:
+        return sum(bool(member.reason) for member in self._members)
+
     def describe(self) -> dict[str, object]:
         return {
             "members": [
