@@ -3,6 +3,7 @@
 Only those tests use it; everything that claims something about the daemon runs against a real one.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -52,6 +53,11 @@ class MemoryClient:
         self.away = False
         self.full = False
         self.calls: dict[str, int] = {}
+        self.slow_lookups = False
+        self.below: set[tuple[bytes, bytes]] = set()
+        """What only a tier holds that must be asked, with patience."""
+        self.asked: threading.Event | None = None
+        """Asking such a tier waits for this."""
         self.written: list[tuple[bytes, str, float | None]] = []
 
     def _called(self, name: str) -> None:
@@ -65,10 +71,24 @@ class MemoryClient:
     def close(self) -> None:
         pass
 
-    def prefix(self, keys: Sequence[bytes], *, namespaces: Sequence[bytes], pin_s: float = 0.0, where: bool = False) -> Found:
+    def _holds(self, name: tuple[bytes, bytes], ask_s: float | None) -> bool:
+        if name in self.values or not self.slow_lookups or not ask_s:
+            return name in self.values
+        assert self.asked is None or self.asked.wait(10)
+        return name in self.below
+
+    def prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespaces: Sequence[bytes],
+        pin_s: float = 0.0,
+        where: bool = False,
+        ask_s: float | None = None,
+    ) -> Found:
         self._called("prefix")
         length = 0
-        while length < len(keys) and all((namespace, keys[length]) in self.values for namespace in namespaces):
+        while length < len(keys) and all(self._holds((namespace, keys[length]), ask_s) for namespace in namespaces):
             length += 1
         return Found(length, b"t" * 16 if length and pin_s else None)
 
@@ -83,9 +103,9 @@ class MemoryClient:
     def note(self, keys: Sequence[bytes], why: str, *, namespace: bytes) -> None:
         self._called("note")
 
-    def exists(self, keys: Sequence[bytes], *, namespace: bytes) -> list[bool]:
+    def exists(self, keys: Sequence[bytes], *, namespace: bytes, ask_s: float | None = None) -> list[bool]:
         self._called("exists")
-        return [(namespace, key) in self.values for key in keys]
+        return [self._holds((namespace, key), ask_s) for key in keys]
 
     def read(self, keys: Sequence[bytes], *, namespace: bytes, timeout_s: float) -> MemoryLease:
         self._called("read")

@@ -5,6 +5,7 @@
     connector     KvdConnector: what vLLM calls; thin, and no exception leaves it
     scheduler     in the engine's scheduler: look up, plan loads and saves
     worker        in each worker: move the bytes
+    lookup        which chunks of a prefix are there
     plan          what the scheduler tells the workers, and what they report back
     keys          which tokens make a chunk, and its 32-byte key
     groups        cache groups: which blocks of a chunk are stored (sliding windows keep only their tail)

@@ -453,6 +453,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._links.close()
         if self._publisher is not None:
             self._publisher.close()

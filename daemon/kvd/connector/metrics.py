@@ -9,6 +9,7 @@ from collections.abc import Mapping
 COUNTERS = {
     "lookups": "look-ups in the daemon",
     "lookup_seconds": "time the scheduler spent on look-ups",
+    "lookups_slow": "of these, such that had to wait for a tier's I/O",
     "lookup_failures": "look-ups the daemon answered with an error",
     "deferred": "requests that waited for another one loading the same prefix",
     "query_tokens": "tokens of new requests that the engine did not have itself",

@@ -10,21 +10,25 @@ Rules that keep the engine alive and right (each was met on a real engine):
 - Tables of blocks are read from the engine in the step that needs them; appended ones are wrong after a preemption.
 - The answer to `match` is kept for a second, since a request that does not fit is asked for in every step.
 
-Single-threaded: the engine's scheduler loop. `match` is the only call that talks to the daemon, one or two short round trips.
+Single-threaded: the engine's scheduler loop. `match` is the only call that talks to the daemon, in one or two short round trips.
+Tiers that must do I/O to tell what they hold are asked on a thread, while `match` answers None: ask again.
 """
 
+import contextlib
 import logging
 import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvd.connector.fingerprint import salt_of, salted
 from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
 from kvd.connector.link import Down, Link
+from kvd.connector.lookup import look_up
 from kvd.connector.metrics import Counters
 from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save, Unsaved
 from kvd.connector.settings import Settings
@@ -44,6 +48,8 @@ BAD_KEY_S = 30.0
 INTRODUCTION_S = 2.0
 """How long the first request waits for the workers to introduce themselves."""
 MAX_BAD_KEYS = 4096
+ASKERS = 2
+"""Threads that ask slow tiers, each for one request."""
 
 
 class Request(Protocol):
@@ -72,6 +78,16 @@ class Answer:
 
 
 @dataclass(slots=True)
+class Asking:
+    """A look-up under way in tiers that must do I/O to tell. `quick`: what is known without them."""
+
+    place: tuple[int, int]
+    quick: Answer
+    future: "Future[Answer]"
+    until: float
+
+
+@dataclass(slots=True)
 class Tracked:
     """One live request."""
 
@@ -86,6 +102,7 @@ class Tracked:
     counted: bool = False
     sources: dict[str, int] = field(default_factory=dict)
     """Of the last load: tokens by source."""
+    asking: "Asking | None" = None
     deferred_since: float | None = None
     failed: bool = False
     saved: int = 0
@@ -162,6 +179,7 @@ class Scheduler:
         self._state = _State()
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
+        self._askers: ThreadPoolExecutor | None = None
         self._in_flight: dict[bytes, str] = {}
         self._bad: OrderedDict[bytes, float] = OrderedDict()
 
@@ -251,7 +269,10 @@ class Scheduler:
         if not known or answer is None or now - answer.at > ANSWER_S:
             if self._wait_for_other(tracked, computed, now):
                 return None
-            answer = tracked.answer = self._ask(tracked, computed, most, now)
+            answer = self._ask_all(tracked, computed, most, now)
+            if answer is None:
+                return None
+            tracked.answer = answer
             tracked.stored = range(answer.spans[0].start, answer.spans[-1].end) if answer.spans else range(0)
         return answer.end - computed
 
@@ -284,17 +305,54 @@ class Scheduler:
             self.counters.add("deferred")
         return now - tracked.deferred_since < DEFER_S
 
-    def _ask(self, tracked: Tracked, computed: int, most: int, now: float) -> Answer:
+    def _ask_all(self, tracked: Tracked, computed: int, most: int, now: float) -> Answer | None:
+        """The arena and tiers that know by heart at once; None while others, which must do I/O to tell, are being asked."""
+        place = (computed, tracked.request.num_tokens)
+        asking = tracked.asking
+        if asking is None or asking.place != place:
+            quick = self._ask(tracked, tracked.keys, computed, most, now, 0.0)
+            if quick.end >= most or not self._slow_tiers():
+                return quick
+            # Keys of its own: they grow as they are asked for, and this thread goes on using the request's.
+            keys, patience_s = self._keys_of(tracked.request), self.settings.lookup_timeout_s / 2
+            if self._askers is None:
+                self._askers = ThreadPoolExecutor(ASKERS, thread_name_prefix="kvd-ask")
+            future = self._askers.submit(self._ask, tracked, keys, computed, most, now, patience_s)
+            tracked.asking = Asking(place, quick, future, now + 2 * patience_s)
+            self.counters.add("lookups_slow")
+            return None
+        if not asking.future.done() and now < asking.until:
+            return None
+        tracked.asking = None
+        found = asking.future.result() if asking.future.done() else asking.quick
+        return replace(max(found, asking.quick, key=lambda answer: answer.end), at=now)
+
+    def _slow_tiers(self) -> bool:
+        with contextlib.suppress(Down, KvdError):
+            return bool(self._link.call(operator.attrgetter("slow_lookups")))
+        return False
+
+    def _ask(self, tracked: Tracked, keys: Keys, computed: int, most: int, now: float, patience_s: float) -> Answer:
+        """On the engine's thread with no patience; on a thread of ours with some. Raises nothing."""
         nothing = Answer(computed, tracked.request.num_tokens, computed, now)
         # Without windows a hit may end inside a chunk, so the prompt's last whole block is asked for as it was stored.
-        end = min(tracked.keys.tokens, most if self._exact else tracked.request.num_tokens)
-        spans = tracked.keys.spans(computed // self.chunk, end)
-        spans = spans[: next((i for i, span in enumerate(spans) if self._is_bad(tracked, span, now)), len(spans))]
+        end = min(keys.tokens, most if self._exact else tracked.request.num_tokens)
+        spans = keys.spans(computed // self.chunk, end)
+        spans = spans[: next((i for i, span in enumerate(spans) if self._is_bad(tracked.salt + keys.of(span), now)), len(spans))]
         if not spans:
             return nothing
         begun = time.perf_counter()
         try:
-            found, token, sources = self._look_up(tracked, spans, end, computed)
+            found, token, sources = look_up(
+                self._link,
+                keys,
+                spans,
+                (computed, end),
+                namespaces=self.namespaces(tracked.salt),
+                pin_s=self.settings.pin_s,
+                ask_s=patience_s,
+                skip=lambda span: self._is_bad(tracked.salt + keys.of(span), now),
+            )
         except Down:
             return nothing
         except KvdError as error:
@@ -310,43 +368,9 @@ class Scheduler:
         kept = tuple(span for span in found if span.start < hit)
         return Answer(computed, tracked.request.num_tokens, hit, now, kept, token, sources[: len(kept)].ljust(len(kept), b"\0"))
 
-    def _look_up(self, tracked: Tracked, spans: list[Span], end: int, computed: int) -> tuple[list[Span], bytes | None, bytes]:
-        """The leading spans that all ranks and groups hold, the token that pins them, their sources. Raises Down, KvdError."""
-        namespaces = self.namespaces(tracked.salt)
-        pin_s = self.settings.pin_s
-        keys = [tracked.keys.of(span) for span in spans]
-        result = self._link.call(lambda client: client.prefix(keys, namespaces=list(namespaces), pin_s=pin_s, where=True))
-        length, sources = result.length, result.sources
-        if pin_s and 0 < length < len(spans):
-            # What is pinned must fit the arena at once; more may be there than that.
-            rest = keys[length:]
-            more = self._link.call(lambda client: client.prefix(rest, namespaces=list(namespaces), where=True))
-            length, sources = length + more.length, sources + more.sources
-        found = spans[:length]
-        if length == len(spans):
-            return found, result.token, sources
-        # The run ends early: perhaps in a tail, the end of a shorter prompt that began like this one.
-        start = spans[length].start
-        tails = tracked.keys.tails(start, min(start + self.chunk, end), max(start, computed))
-        tails = [tail for tail in tails if tail != spans[length] and not self._is_bad(tracked, tail, self._clock())]
-        if tails:
-            tail_keys = [tracked.keys.of(tail) for tail in tails]
-            there = self._link.call(lambda client: client.exists(tail_keys, namespace=namespaces[0]))
-            for tail, key, one in zip(tails, tail_keys, there, strict=True):
-                more = self._everywhere(key, namespaces) if one else b""
-                if more:
-                    return [*found, tail], result.token, sources + more
-        return found, result.token, sources
-
-    def _everywhere(self, key: bytes, namespaces: Sequence[bytes]) -> bytes:
-        """One key's source where every namespace has it, else nothing."""
-        found = self._link.call(lambda client: client.prefix([key], namespaces=list(namespaces), where=True))
-        return found.sources or bytes(found.length)
-
-    def _is_bad(self, tracked: Tracked, span: Span, now: float) -> bool:
-        if not self._bad:
-            return False
-        return self._bad.get(tracked.salt + tracked.keys.of(span), 0.0) > now
+    def _is_bad(self, name: bytes, now: float) -> bool:
+        """Whether a chunk (its salt and key) is one of those that could not be loaded lately."""
+        return bool(self._bad) and self._bad.get(name, 0.0) > now
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
@@ -534,6 +558,11 @@ class Scheduler:
             logger.warning("kvd: could not clear the stored cache: %s", error)
             return False
         return True
+
+    def close(self) -> None:
+        """End the threads that ask slow tiers."""
+        if self._askers is not None:
+            self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _own_salt(self) -> bytes:
         algorithm, seed = self._hash_source()

@@ -135,7 +135,8 @@ class Operations:
 
     def welcome(self, session: bytes) -> p.Welcome:
         capacity, roots = self.store.arena.capacity, self.direct.roots()
-        return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), capacity, session, LEASE_S, self.instance, roots)
+        slow = any(not tier.adapter.capabilities.local_index for tier in self.tiering.tiers)
+        return p.Welcome(p.VERSION, f"kvd {__version__}", os.getpid(), capacity, session, LEASE_S, self.instance, roots, slow)
 
     def descriptor(self, write: bool) -> int:
         arena = self.store.arena

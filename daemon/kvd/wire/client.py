@@ -339,11 +339,20 @@ class Client:
         """How long look-ups may ask tiers: half of what we wait for the answer."""
         return int(self.timeout_s * 500)
 
-    def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None) -> list[bool]:
-        """Which keys are there, in the arena or a tier that can tell. Counts neither hit nor miss."""
+    @property
+    def slow_lookups(self) -> bool:
+        """Whether some tier must do I/O to answer a look-up, so that one with patience may take as long as that."""
+        return self.connect().welcome.slow_lookups
+
+    def exists(self, keys: Sequence[bytes], *, namespace: str | bytes | None = None, ask_s: float | None = None) -> list[bool]:
+        """Which keys are there, in the arena or a tier that can tell. Counts neither hit nor miss.
+
+        `ask_s`: how long tiers that must do I/O to tell are asked (half of the time-out unless given; 0: not at all).
+        """
         space = self._space(namespace)
         request_keys = check_keys(keys)
-        flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys, self._patience_ms), p.Flags)).flags
+        patience_ms = self._patience_ms if ask_s is None else int(ask_s * 1000)
+        flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys, patience_ms), p.Flags)).flags
         return list(map(bool, flags))
 
     def prefix(
@@ -353,13 +362,15 @@ class Client:
         namespaces: Sequence[str | bytes] | None = None,
         pin_s: float = 0.0,
         where: bool = False,
+        ask_s: float | None = None,
     ) -> PrefixResult:
         """How many leading keys are present in all namespaces; pinned for `pin_s` under a token when that is given.
 
-        `where` asks where each would come from, too.
+        `where` asks where each would come from, too; `ask_s` as in `exists`.
         """
         spaces = [self.namespace] if namespaces is None else [namespace_of(n) for n in namespaces]
-        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000), self._patience_ms, where)
+        patience_ms = self._patience_ms if ask_s is None else int(ask_s * 1000)
+        request = p.Prefix(0, spaces, check_keys(keys), int(pin_s * 1000), patience_ms, where)
         found = self._again(lambda link: link.call(request, p.PrefixFound))
         return PrefixResult(found.length, found.token or None, found.sources)
 

@@ -52,6 +52,7 @@ class Welcome(Message, tag=2):
     """First frame of the daemon. `lease_s`: how long a lease lasts unless renewed.
 
     `roots`: folders whose files it lends parts of, for I/O past it: (path as the daemon sees it, device, inode).
+    `slow_lookups`: some tier must do I/O to answer a look-up.
     """
 
     version: int
@@ -62,6 +63,7 @@ class Welcome(Message, tag=2):
     lease_s: float
     instance: str
     roots: list[tuple[str, int, int]] = []
+    slow_lookups: bool = False
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

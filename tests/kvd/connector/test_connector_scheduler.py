@@ -1,5 +1,6 @@
 """The scheduler's side: what is offered, planned and remembered, request by request, without an engine."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -423,3 +424,119 @@ def test_nothing_is_kept_of_finished_requests(bench: Any) -> None:
         one.scheduler.finished(request.request_id)
     assert not one.scheduler._requests
     assert not one.scheduler._in_flight
+
+
+class SlowBench(Bench):
+    """A daemon with a tier that must do I/O to tell what it holds; it tells when `asked` is set."""
+
+    def below(self, request: FakeRequest, *, computed: int = 0) -> None:
+        """Store a prompt, and leave all of it (from there on) to that tier."""
+        self.compute(request)
+        keys = self.scheduler.arrived(request).keys
+        kept = {keys.of(span) for span in keys.spans(0, computed)}
+        self.client.below = {name for name in self.client.values if name[1] not in kept}
+        self.client.values = {name: value for name, value in self.client.values.items() if name[1] in kept}
+        self.client.slow_lookups = True
+        self.client.asked = threading.Event()
+
+    def until_answered(self, request: FakeRequest) -> int:
+        assert self.client.asked is not None
+        self.client.asked.set()
+        answers: list[int | None] = []
+        wait_until(lambda: answers.append(self.scheduler.match(request, 0)) or answers[-1] is not None)
+        assert answers[-1] is not None
+        return answers[-1]
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowBench]:
+    one = SlowBench()
+    yield one
+    if one.client.asked is not None:
+        one.client.asked.set()
+    one.scheduler.close()
+    one.link.close()
+
+
+@pytest.mark.parametrize(("known", "hit"), [(0, 992), (512, 992)])
+def test_a_tier_that_must_be_asked_holds_up_no_step(slow: SlowBench, known: int, hit: int) -> None:
+    slow.below(FakeRequest("a", 1000), computed=known)
+    request = FakeRequest("b", 1000)
+    calls = slow.client.calls.get("prefix", 0)
+    for _ in range(50):
+        assert slow.scheduler.match(request, 0) is None, "ask again in the next step"
+    assert slow.client.calls["prefix"] - calls <= 2, "one quick look, and the one on its thread"
+    assert slow.until_answered(request) == hit
+    assert slow.scheduler.match(request, 0) == hit
+
+
+def test_a_tier_that_does_not_answer_in_time_counts_for_nothing(slow: SlowBench) -> None:
+    slow.below(FakeRequest("a", 1000), computed=512)
+    request = FakeRequest("b", 1000)
+    assert slow.scheduler.match(request, 0) is None
+    slow.now += slow.scheduler.settings.lookup_timeout_s
+    assert slow.scheduler.match(request, 0) == 512, "what is known without it"
+
+
+def test_what_is_known_already_is_answered_without_asking_anybody(slow: SlowBench) -> None:
+    slow.compute(FakeRequest("a", 1024))
+    slow.client.slow_lookups, slow.client.asked = True, threading.Event()
+    assert slow.scheduler.match(FakeRequest("b", 1024), 0) == 992
+
+
+def test_a_request_that_grew_while_a_tier_was_asked_is_looked_up_anew(slow: SlowBench) -> None:
+    """Preempted meanwhile, or with more of its prefix in the engine: the answer would be for another question."""
+    slow.below(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    assert slow.scheduler.match(request, 0) is None
+    assert slow.scheduler.match(request, 320) is None
+    assert slow.client.asked is not None
+    slow.client.asked.set()
+    answers: list[int | None] = []
+    wait_until(lambda: answers.append(slow.scheduler.match(request, 320)) or answers[-1] is not None)
+    assert answers[-1] == 672
+
+
+def test_a_daemon_that_goes_while_a_tier_is_asked_is_no_hit(slow: SlowBench) -> None:
+    slow.below(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    assert slow.scheduler.match(request, 0) is None
+    slow.client.away = True
+    assert slow.until_answered(request) in (0, 992), "whatever it had said before it went"
+
+
+def test_a_request_that_ends_while_a_tier_is_asked_leaves_nothing(slow: SlowBench) -> None:
+    slow.below(FakeRequest("a", 1000))
+    request = FakeRequest("b", 1000)
+    assert slow.scheduler.match(request, 0) is None
+    slow.scheduler.finished("b")
+    assert slow.client.asked is not None
+    slow.client.asked.set()
+    assert slow.scheduler.plan([], lambda _: None).loads == []
+    slow.scheduler.finished("a")
+    assert not slow.scheduler._requests
+
+
+def test_a_preempted_request_is_matched_with_what_it_had_generated(bench: Any) -> None:
+    """It comes back with its generated tokens as part of its prompt, and a block table of other blocks."""
+    one = bench()
+    request = FakeRequest("a", 640)
+    one.compute(request)
+    one.store(one.run(request, 640, 1))
+    request.num_tokens, request.block_hashes = 673, hashes(673)
+    assert one.scheduler.match(request, 0) == 640
+    other = [[5000 + i for i in range(21)]]
+    one.scheduler.allocated(request, other, 640)
+    (load,) = one.scheduler.plan([], lambda _: None).loads
+    assert [block for move in load.moves for block in move.blocks[0]] == other[0][:20]
+
+
+def test_with_gpu_direct_everywhere_chunks_are_large_and_requests_that_waited_are_cut_anew(bench: Any) -> None:
+    one = bench(unit_bytes=1 << 20)
+    early = FakeRequest("a", 8192)
+    assert one.scheduler.arrived(early).keys.chunk == 256
+    assert one.scheduler.introduce([RankIdentity((b"n" * 32,), {}, 128 * 32, direct=True)] * 2, 2) == ""
+    assert one.scheduler.chunk == 4096
+    assert one.scheduler.arrived(early).keys.chunk == 4096
+    ranks = [RankIdentity((b"n" * 32,), {}, 4096, direct=True), RankIdentity((b"m" * 32,), {}, 256)]
+    assert "GPU-direct works for some of them only; set KVD_CHUNK_TOKENS" in one.scheduler.introduce(ranks, 2)

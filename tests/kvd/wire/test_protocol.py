@@ -70,7 +70,7 @@ def test_tags_are_the_protocol_and_never_change() -> None:
     assert tags == {
         "Hello": 1, "Welcome": 2, "Exists": 10, "Lease": 11, "Release": 12, "Reserve": 13, "Commit": 14, "PutInline": 15,
         "Abort": 16, "Prefix": 17, "Claim": 18, "Renew": 19, "Prefetch": 20, "Delete": 21, "Clear": 22, "Flush": 23,
-        "Stats": 24, "Keys": 25, "Drain": 26, "Ping": 27, "Where": 28, "Unpin": 29,
+        "Stats": 24, "Keys": 25, "Drain": 26, "Ping": 27, "Where": 28, "Unpin": 29, "Why": 30, "Note": 31,
         "Failed": 50, "Flags": 51, "Leased": 52, "Lent": 53, "Committed": 54, "PrefixFound": 55, "Count": 56, "Done": 57,
         "Info": 58, "KeyPage": 59,
         "DirectReserve": 40, "DirectCommit": 41, "DirectAbort": 42, "DirectHold": 43, "DirectRelease": 44,

@@ -1,0 +1,117 @@
+"""A real engine that moves its chunks past the daemon: it gets them back after every restart, and answers the same.
+
+Its memory is the host's, so what moves the bytes is plain direct I/O; staging on a device is tried with torch's CPU device
+and the stand-in for hipFile and cuFile, whose "device memory" that is.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+
+from kvd.connector.direct_io import LibraryIO
+from kvd.connector.staging import DeviceStaging
+from tests.kvd.connector.gds import StandIn, built, standin
+from tests.kvd.vllm.test_vllm_layouts import DENSE, block, engine
+from tests.support.daemon import MakeDaemon
+from tests.support.engine import Engine, EngineError, model, prompt
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the engine's imports warn of what its own libraries do
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvd.connector.attach import find_layouts
+    from kvd.connector.device_mover import DeviceMover
+    from kvd.connector.groups import groups_of, unit_bytes_of
+    from kvd.connector.keys import DIRECT_CHUNK_BYTES, chunk_tokens
+
+__all__ = ["built", "standin"]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("kvd"), pytest.mark.timeout(240)]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert (one["tokens"], one["logprobs"]) == (other["tokens"], other["logprobs"])
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("llama", "auto"), ("sliding", "256")])
+def test_chunks_in_files_survive_engine_and_daemon(kvd_daemon: MakeDaemon, kind: str, chunk: str) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB", tier="1GiB")
+    environ = {"KVD_AIS": "require", "KVD_CHUNK_TOKENS": chunk, "KVD_DIRECT_STAGING": "64MiB"}
+    prompts = [prompt(1000, 1), prompt(1024, 2)]
+    with Engine(model(kind), daemon.socket, env=environ) as first:
+        for one in prompts:
+            first.generate([one])
+        own = [first.one(one) for one in prompts]
+        assert [out["cached"] for out in own] == [992, 992]
+        assert "kvd: GPU-direct by posix" in first.text()
+    daemon.restart(kill=True)
+    with Engine(model(kind), daemon.socket, env=environ) as second:
+        for one, wanted in zip(prompts, own, strict=True):
+            warm = second.one(one)
+            assert warm["cached"] == 992
+            same(warm, wanted)
+        metrics = second.metrics()
+        assert metrics["vllm:kvd_direct_load_bytes"] == metrics["vllm:kvd_load_bytes"] > 0
+        assert metrics["vllm:kvd_errors"] == metrics["vllm:kvd_load_failures"] == 0
+        free, total = second.ask("free_blocks")
+        assert free == total - 1
+    with daemon.client() as client:
+        assert client.stats()["tiers"][0]["direct_loads_total"] > 0
+
+
+def test_a_reset_drops_what_is_in_files_too(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB", tier="256MiB")
+    one = prompt(600, 3)
+    with Engine(model(), daemon.socket, env={"KVD_AIS": "require", "KVD_CHUNK_TOKENS": "128"}) as only:
+        only.generate([one])
+        assert only.ask("reset", connector=True)
+        assert only.one(one)["cached"] == 0
+
+
+def test_an_engine_that_requires_what_is_not_there_does_not_start(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    with pytest.raises(EngineError, match=r"KVD_AIS=require, but GPU-direct \(posix\) does not work here.*no_tier"):
+        Engine(model(), daemon.socket, env={"KVD_AIS": "require"}).wait()
+
+
+def test_both_sides_compute_one_size_of_chunks() -> None:
+    config, caches = engine(DENSE, KVCacheLayout.LBHNC)
+    groups = groups_of(config)
+    _, _, layouts = find_layouts(groups, config, caches)
+    unit_bytes = unit_bytes_of(config, groups)
+    assert unit_bytes == layouts[0].block_bytes, "the engine's account and the tensors'"
+    tokens = chunk_tokens(None, 16, unit_bytes)
+    assert tokens % 16 == 0
+    assert DIRECT_CHUNK_BYTES <= tokens // 16 * unit_bytes < DIRECT_CHUNK_BYTES + unit_bytes
+    assert chunk_tokens(512, 16, unit_bytes) == 512, "a number that was given counts more"
+
+
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
+def test_staging_on_a_device(standin: StandIn, tmp_path: Any, layout: KVCacheLayout) -> None:
+    config, caches = engine(DENSE, layout)
+    storage, device, layouts = find_layouts(groups_of(config), config, caches)
+    mover = DeviceMover(storage, device, layouts)
+    staging, io = DeviceStaging(mover), LibraryIO("hipfile", standin.path)
+    size = -(-staging.value_bytes(0, 4) // 4096) * 4096
+    there, back = staging.staging(size), staging.staging(size)
+    assert there.address % 4096 == back.address % 4096 == 0
+    io.register(there)
+    io.register(back)
+    path = tmp_path / "region"
+    path.write_bytes(bytes(size))
+    before = {name: [block(cache, number) for number in range(9)] for name, cache in caches.items()}
+    staging.collect(0, [7, 1, 2, 5], there)
+    with io.opened(path) as file:
+        io.write(file, there, size, 0)
+        io.read(file, back, size, 0)
+    staging.spread(0, [3, 0, 4, 8], back)
+    for name, cache in caches.items():
+        for number in range(9):
+            assert block(cache, number) == before[name][{3: 7, 4: 2, 8: 5}.get(number, number)]
+    host = memoryview(bytearray(size))
+    staging.fill(there)
+    staging.to_host(there, host)
+    assert len(set(host)) > 200
+    assert standin["unregistered"] == 0
+    io.close()
