@@ -570,8 +570,7 @@ class Tier:
         """Run one of the adapter's methods for I/O past the daemon. Raises AdapterError, which counts against the breaker."""
         if self._closing or self.broken:
             raise AdapterError(f"tier {self.name} does not work now")
-        call = object()
-        self._calls[call] = self.store.monotonic()
+        self._calls[call := object()] = self.store.monotonic()
         self._loads_under_way += 1
         try:
             return await self._loop.run_in_executor(self._loads, function, *args)

@@ -218,3 +218,18 @@ def test_a_load_that_fails_comes_from_the_next_such_tier() -> None:
         daemon.evict_all()
         one.values.clear()
         assert client.get(KEYS[0]) == value(0), "and what the first has lost"
+
+
+def test_a_look_up_without_patience_does_not_ask_and_the_greeting_says_that_one_may_have_to(
+    daemon: InProcess, client: Client, far: RamTier
+) -> None:
+    assert client.slow_lookups
+    below(daemon, client, 1, 2, 3)
+    keys = KEYS[1:4]
+    far.lookups.failing = "it must not be asked"
+    assert client.prefix(keys, ask_s=0.0).length == 0
+    assert client.exists(keys, ask_s=0.0) == [False] * 3
+    assert not client.stats()["tiers"][0]["breaker_opened_total"]
+    far.lookups.failing = ""
+    assert client.prefix(keys).length == 3
+    assert client.exists(keys, ask_s=1.0) == [True] * 3
