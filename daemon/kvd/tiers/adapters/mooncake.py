@@ -18,6 +18,7 @@ accept a connection is not asked.
 
 import contextlib
 import http.client
+import ipaddress
 import logging
 import mmap
 import os
@@ -435,9 +436,14 @@ def _endpoint(value: Any) -> tuple[str, int]:
     return host, int(port)
 
 
-def _environment(timeout: float) -> None:
-    """The client takes its deadlines from the environment, once a process; what the operator has set stays."""
+def _environment(timeout: float, host: str) -> None:
+    """The client takes its deadlines from the environment, once a process; what the operator has set stays.
+
+    It listens on the address of `host`, where that is one: left alone it would on all.
+    """
     whole = max(1, round(timeout))
+    with contextlib.suppress(ValueError):
+        os.environ.setdefault("MC_TCP_BIND_ADDRESS", str(ipaddress.ip_address(host.rpartition(":")[0] or host)))
     for name, value in (
         ("MC_RPC_TIMEOUT_MS", int(timeout * 1000)),
         ("MC_RPC_CONNECT_TIMEOUT_MS", int(timeout * 1000)),
@@ -475,7 +481,7 @@ def _connector(name: str, values: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _make(name: str, values: dict[str, Any]) -> Adapter:
-    _environment(values["timeout"])
+    _environment(values["timeout"], values["local_hostname"])
     return MooncakeAdapter(
         name,
         _connector(name, values),
