@@ -92,4 +92,4 @@ def _say(config: GateConfig) -> None:
     for name, model in config.models.items():
         started = " (started by kvgate)" if model.instance else ""
         emit(f"{name}: {model.endpoint.url}{started}")
-    note(f"{config.path}: {len(config.models)} models, no errors")
+    note(f"{config.path}: {len(config.models)} model{'s' * (len(config.models) != 1)}, no errors")

@@ -158,6 +158,19 @@ def test_an_empty_path_is_a_slip_of_the_shell(path: str) -> None:
         api.collect_host(paths=[path], run_tools=False)
 
 
+def test_a_path_that_can_never_be_is_a_failure_and_says_why(tmp_path: Path) -> None:
+    circle(tmp_path / "circle")
+    (tmp_path / "file").touch()
+    wanted = {
+        str(tmp_path / "circle"): "its links go in a circle",
+        str(tmp_path / ("x" * 300)): "its name is too long",
+        str(tmp_path / "file" / "below"): "a part of it is no directory",
+        str(tmp_path / "none"): "no such directory",
+    }
+    report = api.judge(api.collect_host(paths=list(wanted), run_tools=False), only=["storage.exists"])
+    assert {item.scope: (item.status, item.observed) for item in report.results} == {k: ("fail", v) for k, v in wanted.items()}
+
+
 def test_a_current_directory_that_is_gone(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

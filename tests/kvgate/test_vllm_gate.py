@@ -14,10 +14,11 @@ import pytest
 
 from tests.kvgate.harness import free_port
 from tests.kvgate.process import GateProcess, alive, write
+from tests.support.daemon import Daemon
 from tests.support.engine import PYTHON, model
 from tests.support.processes import run_cli
 
-pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm", "kvd"), pytest.mark.timeout(240)]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 NAME, OTHER = "org/tiny", "org/windows"
 """Two models of different kinds; the second one goes to sleep by itself."""
@@ -38,11 +39,21 @@ def _instance(folder: Path, name: str, kind: str, device: int) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GateProcess]:
+def daemon() -> Iterator[Daemon]:
+    made = Daemon("--durability", "fsync", tier="256MiB").start()
+    yield made
+    made.remove()
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory, daemon: Daemon) -> Iterator[GateProcess]:
     """One gate with two engines, for all tests of this module: starting a vLLM is most of what they take."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "chat.jinja").write_text(TEMPLATE)
     instances = [_instance(folder, NAME, "llama", device=0), _instance(folder, OTHER, "sliding", device=1)]
+    # The first one keeps its cache in kvd, and answers what is asked about it.
+    instances[0]["kvd_socket"] = str(daemon.socket)
+    instances[0]["engine_env"] += ["VLLM_PLUGINS=kvd", "PYTHONHASHSEED=0"]
     instances[1]["sleep"] = {"auto_sleep_enabled": True, "idle_threshold_seconds": 3, "check_interval_seconds": 0.2}
     process = GateProcess(write(folder, instances=instances, sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
     try:
@@ -103,6 +114,40 @@ def test_two_models_at_once_each_answer_for_themselves(client: Any) -> None:
         texts = list(pool.map(answer, [NAME, OTHER] * 6))
     assert len(set(texts[0::2])) == len(set(texts[1::2])) == 1
     assert texts[0] != texts[1]
+
+
+def test_prewarm_by_prompt_is_the_engines_and_by_keys_the_daemons(gate: GateProcess, client: Any, daemon: Daemon) -> None:
+    asked = {"model": NAME, "prompt": "cache blocks are pages of keys and values; " * 16}
+    assert client.completions.create(max_tokens=1, **asked).usage.prompt_tokens > 64
+    status, told = gate.ask("/v1/cache/keys", asked)
+    assert status == 200, told
+    keys, places = [chunk["key"] for chunk in told["chunks"]], [place["namespace"] for place in told["namespaces"]]
+    assert keys
+    with daemon.client() as kvd:
+
+        def present() -> bool:
+            raw = [bytes.fromhex(key) for key in keys]
+            return all(all(kvd.exists(raw, namespace=bytes.fromhex(place))) for place in places)
+
+        gate.until(present, timeout=20)
+        kvd.flush()
+        for place in places:
+            kvd.clear(arena_only=True, namespace=bytes.fromhex(place))
+        assert kvd.stats()["entries"] == 0
+        status, job = gate.ask("/v1/cache/prewarm", asked)
+        assert status == 202, job
+        found: dict[str, Any] = {}
+
+        def done() -> bool:
+            found.update(gate.ask(f"{job['status_url']}?model={NAME}")[1])
+            return found["state"] == "done"
+
+        gate.until(done, timeout=20)
+        assert found["resident_tokens"] == found["found_tokens"] > 0
+        for place in places:
+            kvd.clear(arena_only=True, namespace=bytes.fromhex(place))
+        status, told = gate.ask("/v1/cache/prewarm", {"model": NAME, "keys": keys, "namespaces": places, "wait": True})
+        assert (status, told["resident"]) == (200, len(keys) * len(places))
 
 
 def test_the_idle_model_falls_asleep_and_a_request_wakes_it_while_the_other_serves_on(gate: GateProcess, client: Any) -> None:

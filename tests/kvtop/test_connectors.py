@@ -86,7 +86,7 @@ def test_a_lost_daemon_and_failures_are_alerts_and_events(engine: Engine) -> Non
     model.take(after)
     told = [f"{alert.level} {alert.subject}: {alert.text}" for alert in model.alerts]
     assert told.count("warn connector.77-0: its daemon is not there: the engine serves on, cold") == 1
-    assert "warn connector.77-scheduler: 1 errors inside the connector, each with a traceback in the engine's log" in told
+    assert "warn connector.77-scheduler: 1 error inside the connector, each with a traceback in the engine's log" in told
     assert "2 without its daemon" in _text(model)
     assert "failed 3" in _text(model)
     events = [f"{level} {subject}: {text}" for level, subject, text in changes(before, after)]

@@ -140,7 +140,11 @@ def _facts(snapshot: Snapshot, daemons: Sequence[Daemon], history: History) -> I
         if values.get("daemon_up") == 0:
             yield Alert(WARN, stats.name, "its daemon is not there: the engine serves on, cold")
         if broken := values.get("errors_total"):
-            yield Alert(WARN, stats.name, f"{broken:,.0f} errors inside the connector, each with a traceback in the engine's log")
+            yield Alert(
+                WARN,
+                stats.name,
+                f"{broken:,.0f} error{'s' * (broken != 1)} inside the connector, each with a traceback in the engine's log",
+            )
     for daemon in daemons:
         if daemon.stats.state == GONE:
             continue

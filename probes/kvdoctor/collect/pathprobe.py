@@ -19,6 +19,8 @@ STATX_DIOALIGN = 0x2000
 AT_FDCWD = -100
 AT_EMPTY_PATH = 0x1000
 BLOCK = 4096
+NO_SUCH = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""What says that nothing is there, and never will be under this name."""
 
 
 def statx_alignment(handle: int) -> tuple[int, int] | None:
@@ -109,7 +111,7 @@ def look(path: str) -> dict[str, object]:
     try:
         status = os.stat(path)  # noqa: PTH116 - this script starts in 15 ms because it does without pathlib
     except OSError as error:
-        found.update(exists=False if error.errno in (errno.ENOENT, errno.ENOTDIR) else None, error=name_of(error))
+        found.update(exists=False if error.errno in NO_SUCH else None, error=name_of(error))
         return found
     found.update(exists=True, is_dir=stat.S_ISDIR(status.st_mode))
     space = os.statvfs(path)

@@ -101,7 +101,7 @@ def _connector(segment: SegmentFact) -> Result:
     if segment.values.get("daemon_up") == 0:
         told.append("its daemon is not there: the engine serves on, cold")
     if count := _total(segment, "errors_total"):
-        told.append(f"{count} errors inside the connector, each with a traceback in the engine's log")
+        told.append(f"{count} error{'s' * (count != 1)} inside the connector, each with a traceback in the engine's log")
     if count := _total(segment, "load_failures_total"):
         told.append(f"{count} of {_total(segment, 'loads_total') + count} loads failed and were recomputed")
     saves, failed = _total(segment, "saves_total"), _total(segment, "save_failures_total")

@@ -21,6 +21,9 @@ def exists(facts: Facts) -> list[Result]:
             return result("fail", f"does not answer: {path.hung}", fix=HUNG_FIX)
         if path.exists is None:
             return unknown(f"stat says {path.probe_error}") if path.probe_error else absent(facts, "the directory")
+        if path.probe_error in ("ELOOP", "ENAMETOOLONG", "ENOTDIR"):
+            why = {"ELOOP": "its links go in a circle", "ENAMETOOLONG": "its name is too long"}
+            return result("fail", why.get(path.probe_error, "a part of it is no directory"), fix="Name a directory.")
         if not path.exists:
             return result(
                 "fail",
