@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvd.bench.arena import private
 from kvtools.units import format_size
 from tests.bench.measure import Result, in_turn
 
@@ -24,11 +25,6 @@ BUDGET = 0.85
 def keys_for(count: int, salt: str) -> list[bytes]:
     """`count` distinct keys."""
     return [hashlib.sha256(f"{salt}/{i}".encode()).digest() for i in range(count)]
-
-
-def private(size: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """A private buffer with every page there and no two alike."""
-    return np.random.default_rng(1).integers(0, 255, size, dtype=np.uint8)
 
 
 def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:

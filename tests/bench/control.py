@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.bench.arena import keys_for, private
+from kvd.bench.arena import private
+from tests.bench.arena import keys_for
 from tests.bench.floor import Echo, Exists, Floor, Lease, Store, running
 from tests.bench.measure import Result, in_turn, medians
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvd.bench.arena import keys
+from kvd.bench.arena import keys, private
 from kvd.bench.figures import Figure, medians, pairwise
 from kvd.bench.floor import Echo, Exists, Floor, Lease, Store
 from kvd.bench.own import Own
@@ -48,8 +48,7 @@ def _batches(client: Client, floor: Floor, seconds: float, step: Callable[[str],
 
 
 def _singles(client: Client, floor: Floor, seconds: float, step: Callable[[str], None]) -> Iterator[Figure]:
-    source = np.random.default_rng(2).integers(0, 255, VALUE, dtype=np.uint8)
-    target = source.copy()
+    source, target = private(VALUE), private(VALUE)
     names = keys("single", 256)
     turn = itertools.cycle(names)
 
