@@ -19,6 +19,7 @@ from kvd.wire import protocol as p
 
 OWN_S = 2.0
 """How long a put may wait for what the daemon itself has to do for its room, whatever else it was told to wait."""
+RETENTIONS = tuple(Retention)
 STEP = 512
 """Values stored in one go, at most."""
 
@@ -87,6 +88,8 @@ class Writing:
     def commit(self, link: Connection, m: p.Commit) -> Result:
         if (refused := self.may_write(link, m)) is not None:
             return refused
+        if len(m.keys) == 1 and m.wait_ms <= 0 and len(m.ahead) < 2:
+            return self._commit_one(link, m)
         receipt = self.tiering.receipt(len(m.keys)) if m.wait_ms > 0 else None
         reasons: list[str] = []
         if len(m.keys) > STEP:
@@ -94,6 +97,16 @@ class Writing:
         self._commit_some(link, m, reasons, receipt)
         answer = self._committed(link, m, reasons)
         return answer if receipt is None else self._durable(answer, receipt, m.wait_ms)
+
+    def _commit_one(self, link: Connection, m: p.Commit) -> p.Committed:
+        """A single put, in as few steps as it takes."""
+        store, holder = self.store, link.holder
+        why = store.commit_one(holder, m.namespace, m.serials[0], m.keys[0], m.lengths[0], RETENTIONS[m.retention], m.expires_ns)
+        reasons = [why] if why else []
+        ahead = store.lend_ahead(holder, m.ahead[0], store.monotonic() + self.lease_s) if m.ahead else None
+        if ahead is None:
+            return p.Committed(m.id, reasons, 0, [], [])
+        return p.Committed(m.id, reasons, 0, [ahead.serial], [ahead.offset])
 
     def _commit_some(self, link: Connection, m: p.Commit, reasons: list[str], receipt: Receipt | None) -> None:
         """Commit in one go, from where `reasons` ends."""
@@ -177,7 +190,7 @@ class Writing:
             return p.Failed(m.id, "read_only", "this connection did not ask to write")
         if self.store.draining:
             return p.Failed(m.id, self.store.counts.reject("draining"), "the daemon takes no new writes")
-        if self.tiering.clogged:
+        if self.tiering.tiers and self.tiering.clogged:
             return p.Failed(m.id, self.store.counts.reject("busy"), CLOGGED)
         return None
 

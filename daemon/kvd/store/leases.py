@@ -125,14 +125,26 @@ class Leases:
             holder.lent[extent.serial] = extent
             holder.lent_pages += extent.pages
         if lent:
-            heapq.heappush(self._lent_deadlines, (deadline_s, serial, len(lent), holder))
-            if len(self._lent_deadlines) > self._many_lent:
-                self._lent_deadlines = [
-                    due for due in self._lent_deadlines if any(n in due[3].lent for n in range(due[1], due[1] + due[2]))
-                ]
-                heapq.heapify(self._lent_deadlines)
-                self._many_lent = 2 * len(self._lent_deadlines) + _FEW
+            self._lent_until(deadline_s, serial, len(lent), holder)
         return lent
+
+    def lend_one(self, holder: Holder, offset: int, length: int, pages: int, deadline_s: float) -> Lent:
+        """`lend` of one extent."""
+        serial = self._serial
+        self._serial += 1
+        lent = holder.lent[serial] = Lent(serial, offset, length, pages, False)
+        holder.lent_pages += pages
+        self._lent_until(deadline_s, serial, 1, holder)
+        return lent
+
+    def _lent_until(self, deadline_s: float, serial: int, count: int, holder: Holder) -> None:
+        heapq.heappush(self._lent_deadlines, (deadline_s, serial, count, holder))
+        if len(self._lent_deadlines) > self._many_lent:
+            self._lent_deadlines = [
+                due for due in self._lent_deadlines if any(n in due[3].lent for n in range(due[1], due[1] + due[2]))
+            ]
+            heapq.heapify(self._lent_deadlines)
+            self._many_lent = 2 * len(self._lent_deadlines) + _FEW
 
     def take_back(self, holder: Holder, serial: int) -> Lent | None:
         """The holder is done with this extent (commit or abort): it is no longer lent, nor in quarantine.

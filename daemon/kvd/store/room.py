@@ -23,6 +23,7 @@ import numpy as np
 from kvd.store import compact
 from kvd.store.compact import Move, Plan
 from kvd.store.extents import PAGE, pages_of
+from kvd.store.index import LIVE
 from kvd.store.store import Short, Store, Wanted
 
 ATTEMPTS = 4
@@ -106,7 +107,7 @@ class Rooms:
             offset = self.store.arena.alloc(length)  # another's moves may have made room for us too
             if offset is not None:
                 return offset, False
-            snapshot, pages = self.store.snapshot(), pages_of(length)
+            snapshot, pages = self._snapshot(), pages_of(length)
             plan = await self._loop.run_in_executor(self._thread, self._plan, snapshot, pages)
             if plan is None:
                 return None, False
@@ -135,7 +136,7 @@ class Rooms:
             if not await self._move(group, held):
                 return False
         for slot, page, pages in plan.evictions:
-            if not store.movable(slot, page):
+            if not self._movable(slot, page):
                 return False
             extents.merge()  # so that its pages, once free, are the last ones freed, and by themselves
             store.evict_one(slot, wanted)
@@ -147,19 +148,45 @@ class Rooms:
     async def _move(self, group: list[Move], held: "_Held") -> bool:
         """Copy a group's values, all at once, and let those count that nobody has looked at."""
         store = self.store
-        if not all(store.movable(move.slot, move.source) and held.has(move.target, move.pages) for move in group):
+        if not all(self._movable(move.slot, move.source) and held.has(move.target, move.pages) for move in group):
             return False
         slots = np.array([move.slot for move in group], dtype=np.int64)
         store.index.pin(slots)
         try:
             await self._loop.run_in_executor(self._thread, self._copy, group)
-            done = [move for move in group if store.moved(move.slot, move.target)]
+            done = [move for move in group if self._moved(move.slot, move.target)]
         finally:
             store.unpin(slots)
         for move in done:
             held.take(move.target, move.pages)
             held.add(move.source, move.pages)
         return len(done) == len(group)
+
+    def _snapshot(self) -> compact.Snapshot:
+        """What is free and what may be moved now, for a plan."""
+        store, index = self.store, self.store.index
+        used = slice(0, index.used)
+        movable = np.flatnonzero((index.state[used] == LIVE) & (index.pins[used] == 0))
+        free = store.arena.extents.free_runs()
+        rows = np.fromiter((n for run in free for n in run), dtype=np.int64, count=2 * len(free)).reshape(-1, 2)
+        pages = np.maximum(1, (index.length[movable].astype(np.int64) + PAGE - 1) // PAGE)
+        evictable = np.full(len(movable), store.evicting) & ((index.dirty[movable] == 0) | store.evict_dirty)
+        return compact.Snapshot(rows[:, 0], rows[:, 1], movable, index.start[movable].astype(np.int64), pages, evictable)
+
+    def _movable(self, slot: int, page: int) -> bool:
+        """Whether this slot's value still begins there and nobody looks at it."""
+        index = self.store.index
+        return index.state_of[slot] == LIVE and index.start_of[slot] == page and not index.pins_of[slot]
+
+    def _moved(self, slot: int, page: int) -> bool:
+        """A value pinned by us was copied to `page`: it is there from now on. False when somebody looks at the old bytes."""
+        index, counts = self.store.index, self.store.counts
+        if index.state_of[slot] != LIVE or index.pins_of[slot] != 1:
+            return False
+        counts.moves += 1
+        counts.move_bytes += index.length_of[slot]
+        index.start_of[slot] = page
+        return True
 
     def _copy(self, group: list[Move]) -> None:
         for move in group:

@@ -24,7 +24,6 @@ import numpy as np
 
 from kvd.store.accounts import Account
 from kvd.store.arena import Arena
-from kvd.store.compact import Snapshot
 from kvd.store.extents import PAGE, pages_of
 from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
@@ -174,6 +173,17 @@ class Store:
             extents.append((offset, size, pages))
         return self.leases.lend(holder, extents, deadline_s)
 
+    def lend_ahead(self, holder: Holder, size: int, deadline_s: float) -> Lent | None:
+        """`reserve` of one size `ahead`."""
+        bound = min(self.arena.capacity // LEND_AHEAD_PART, LEND_AHEAD_BYTES) // PAGE
+        pages = size + 4095 >> 12 or 1
+        if holder.lent_pages + pages > bound:
+            return None
+        offset = self.arena.alloc(size)
+        if offset is None:
+            offset = self.make_room(size, Wanted(FOR_PUT.why, getattr(holder.process, "pid", 0)))
+        return None if offset is None else self.leases.lend_one(holder, offset, size, pages, deadline_s)
+
     def lend(self, holder: Holder, offset: int, size: int, deadline_s: float) -> Lent:
         """Lend room of `make_room`."""
         return self.leases.lend(holder, [(offset, size, pages_of(size))], deadline_s)[0]
@@ -199,27 +209,50 @@ class Store:
         reasons: list[str] = []
         slots: list[int] = []
         for serial, key, length in rows:
-            lent = self.leases.take_back(holder, serial)
-            if lent is None:
-                reasons.append(self.counts.reject("lease_lost"))
-                continue
-            pages = length + 4095 >> 12 or 1
-            why = "lease_lost" if lent.quarantined else "oversize" if pages > lent.pages else refusal
-            if why:
-                self._free(lent.offset, lent.pages)
-                reasons.append(self.counts.reject(why))
-                self.tombstones.note(namespace + key, Fate.REFUSED, why=why)
-                continue
-            if lent.pages > pages:
-                self._free(lent.offset + pages * PAGE, lent.pages - pages)
-            if length & 4095 or not length:
-                self.arena.zero_slack(lent.offset, length)
-            slots.append(self._insert(space, key, lent.offset, length, retention, expires_ns))
-            reasons.append("")
+            done = self._commit_row(holder, space, serial, key, length, retention, expires_ns, refusal)
+            if isinstance(done, int):
+                slots.append(done)
+                done = ""
+            reasons.append(done)
         if len(slots) > 1 and self.index.queues is None:
             # As in a look-up, the first of them counts as the last used: the beginning of a prefix outlives its end.
             self.index.order(np.array(slots, dtype=np.int64))
         return reasons
+
+    def commit_one(
+        self, holder: Holder, namespace: bytes, serial: int, key: bytes, length: int, retention: Retention, expires_ns: int
+    ) -> str:
+        """`commit` of one value: single puts are worth their own path."""
+        space = self.index.namespace(namespace)
+        refusal = self.refusal(retention, expires_ns)
+        done = self._commit_row(holder, space, serial, key, length, retention, expires_ns, refusal)
+        return "" if isinstance(done, int) else done
+
+    def _commit_row(
+        self,
+        holder: Holder,
+        space: Namespace,
+        serial: int,
+        key: bytes,
+        length: int,
+        retention: Retention,
+        expires_ns: int,
+        refusal: str,
+    ) -> int | str:
+        """Its slot, or the reason why it was refused."""
+        lent = self.leases.take_back(holder, serial)
+        if lent is None:
+            return self.counts.reject("lease_lost")
+        pages = length + 4095 >> 12 or 1
+        why = "lease_lost" if lent.quarantined else "oversize" if pages > lent.pages else refusal
+        if why:
+            self._free(lent.offset, lent.pages)
+            return self.refuse(space.name, key, why)
+        if lent.pages > pages:
+            self._free(lent.offset + pages * PAGE, lent.pages - pages)
+        if length & 4095 or not length:
+            self.arena.zero_slack(lent.offset, length)
+        return self._insert(space, key, lent.offset, length, retention, expires_ns)
 
     def put_inline(
         self, namespace: bytes, key: bytes, data: bytes, retention: Retention, expires_ns: int, offset: int | None = None
@@ -354,40 +387,12 @@ class Store:
             self._bury(slot, Fate.EVICTED, *wanted)
         return slot
 
-    # ---- moving ------------------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> Snapshot:
-        """What is free and what may be moved now, for a plan."""
-        index, extents = self.index, self.arena.extents
-        used = slice(0, index.used)
-        movable = np.flatnonzero((index.state[used] == LIVE) & (index.pins[used] == 0))
-        free = extents.free_runs()
-        rows = np.fromiter((n for run in free for n in run), dtype=np.int64, count=2 * len(free)).reshape(-1, 2)
-        pages = np.maximum(1, (index.length[movable].astype(np.int64) + PAGE - 1) // PAGE)
-        evictable = np.full(len(movable), self.evicting or self.buffering) & ((index.dirty[movable] == 0) | self.evict_dirty)
-        return Snapshot(rows[:, 0], rows[:, 1], movable, index.start[movable].astype(np.int64), pages, evictable)
-
-    def movable(self, slot: int, page: int) -> bool:
-        """Whether this slot's value still begins there and nobody looks at it."""
-        index = self.index
-        return index.state_of[slot] == LIVE and index.start_of[slot] == page and not index.pins_of[slot]
-
     def evict_one(self, slot: int, wanted: Wanted) -> None:
         """Evict a value that a plan names."""
         self._count_eviction(slot)
         self._bury(slot, Fate.EVICTED, *wanted)
         self.counts.evicted_dirty += bool(self.index.dirty_of[slot])
         self._hide(slot)
-
-    def moved(self, slot: int, page: int) -> bool:
-        """A pinned value's bytes were copied to `page`: it is there from now on. False when somebody looks at the old ones."""
-        index = self.index
-        if index.state_of[slot] != LIVE or index.pins_of[slot] != 1:
-            return False
-        self.counts.moves += 1
-        self.counts.move_bytes += index.length_of[slot]
-        index.start_of[slot] = page
-        return True
 
     def let_go(self, slot: int, key: bytes) -> bool:
         """Drop a value that tiers hold now, unless it has left or changed meanwhile; who reads it goes on reading."""

@@ -32,6 +32,7 @@ T = TypeVar("T")
 GET_WINDOW = 128
 """Keys a request of a long get: enough to drown the round trip, few enough to overlap it with the copying."""
 INLINE_FRAME = 1 << 20
+_CLASSES: dict[object, int] = {klass.name.lower(): int(klass) for klass in Retention}
 HOLD_MS = 250
 """The lease of a single get: long enough for its copy, short enough to be left to run out."""
 
@@ -140,7 +141,8 @@ class Client:
         if not wait and ttl_s is None:
             view = flat(data)
             if len(view) > p.INLINE_BYTES:
-                result = put_one(self, self._writer(), check_key(key), view, self._space(namespace), Retention.of(retention))
+                klass = _CLASSES.get(retention) or Retention.of(retention)
+                result = put_one(self, self._writer(), check_key(key), view, self._space(namespace), klass)
                 if result is not None:
                     return result
         return self.put_many([(key, data)], retention=retention, ttl_s=ttl_s, wait=wait, namespace=namespace)[0]

@@ -27,8 +27,10 @@ from kvd.wire.mapping import Mapping
 _RECEIVE = 256 << 10
 _RELEASES = 16
 _RELEASE_S = 0.1
-_RELEASE_BYTES = 1 << 20
-"""Brief leases go back with the next request when there are so many, the first is so old, or one holds so much."""
+_RELEASE_BYTES = 128 << 10
+_RELEASE_PART = 1024
+"""Brief leases go back with the next request when there are so many, the first is so old, or one holds so much (or so large a
+part of the arena)."""
 GREETING_S = 5.0
 """The handshake gets this long at most, however patient the client is with its requests."""
 _TIMEVAL = struct.Struct("qq")
@@ -185,7 +187,7 @@ class Connection:
         if not self._to_release:
             self._release_from_s = now + _RELEASE_S
         self._to_release.append(lease)
-        if size > _RELEASE_BYTES or len(self._to_release) >= _RELEASES:
+        if size > min(_RELEASE_BYTES, self.welcome.arena_bytes // _RELEASE_PART) or len(self._to_release) >= _RELEASES:
             self._release_from_s = 0.0
             if len(self._to_release) >= 2 * _RELEASES:
                 self.tell(p.Ping(0))

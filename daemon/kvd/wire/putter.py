@@ -69,6 +69,14 @@ class Ahead:
             for size, serial, offset in zip(sizes, answer.serials, answer.offsets, strict=False):
                 self.extents.setdefault(pages_of(size), []).append((serial, offset, until))
 
+    def put_one(self, pages: int, serial: int, offset: int, until: float) -> None:
+        with self.lock:
+            ready = self.extents.get(pages)
+            if ready is None:
+                self.extents[pages] = [(serial, offset, until)]
+            else:
+                ready.append((serial, offset, until))
+
     def watch(self, link: Connection) -> None:
         """Give everything back once it has not been used for a second."""
         with self.lock:
@@ -128,7 +136,8 @@ def put_one(client: "Client", link: Connection, key: bytes, view: memoryview, na
     """One value into an extent that was lent ahead: one round trip. None when there is none, or it went wrong: do it in full."""
     asked = time.monotonic()
     ahead, size = client._ahead, len(view)
-    extent = ahead.take(pages_of(size), asked)
+    pages = size + 4095 >> 12
+    extent = ahead.take(pages, asked)
     if extent is None:
         return None
     serial, offset = extent
@@ -141,7 +150,7 @@ def put_one(client: "Client", link: Connection, key: bytes, view: memoryview, na
     except KvdError:
         return None
     if answer.serials:
-        ahead.put(request.ahead, answer, asked + link.welcome.lease_s / 2)
+        ahead.put_one(pages, answer.serials[0], answer.offsets[0], asked + link.welcome.lease_s / 2)
         if ahead.timer is None:
             ahead.watch(link)
     if not answer.reasons:
