@@ -12,7 +12,8 @@ from collections.abc import Awaitable
 from kvd.service.server import Connection
 from kvd.store.leases import Lent as LentExtent
 from kvd.store.retention import Retention
-from kvd.store.store import FOR_PUT, Short, Store, Wanted
+from kvd.store.shortage import FOR_PUT, Short, Wanted
+from kvd.store.store import Store
 from kvd.tiers.tier import Receipt
 from kvd.tiers.tiering import Tiering
 from kvd.wire import protocol as p

@@ -12,6 +12,7 @@ s3fifo     an eviction order that a scan does not upset
 reuse      how much would be found with more RAM, or less
 expiry     what expires when, at a few bytes a value
 leases     pins on bytes: read leases, extents lent for writing, quarantine
+shortage   who wants room that is not there, and what must happen before it is
 store      the decisions: what is stored, found, evicted, refused
 room       room that takes more than one go: slices of evictions, pages being faulted in, moves (the one that waits)
 """

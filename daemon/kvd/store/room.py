@@ -24,7 +24,8 @@ from kvd.store import compact
 from kvd.store.compact import Move, Plan
 from kvd.store.extents import PAGE, pages_of
 from kvd.store.index import LIVE
-from kvd.store.store import Short, Store, Wanted
+from kvd.store.shortage import Short, Wanted
+from kvd.store.store import Store
 
 ATTEMPTS = 4
 GROUP_PAGES = 2048

@@ -17,8 +17,6 @@ counted as taken). Not thread-safe: the event loop owns it, and no method takes 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +27,7 @@ from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
 from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease
 from kvd.store.retention import NEVER, Retention, expired
+from kvd.store.shortage import FOR_PUT, Short, Wanted
 from kvd.store.tombstones import Fate, Tombstones
 
 LEND_AHEAD_PART = 16
@@ -43,31 +42,6 @@ LEND_STEP = 2048
 """Extents lent in one go, at most."""
 SMALL_PAGES = 256
 """For values up to this size (1 MiB) as much again is evicted before anything is moved: the next hole is near."""
-
-
-class Wanted(NamedTuple):
-    """Who wants room, for the tombstones of what is evicted for it."""
-
-    why: str
-    pid: int = 0
-
-
-FOR_PUT = Wanted("room for a put")
-FROM_TIER = Wanted("room for a value from a tier")
-AHEAD = Wanted("the arena was above its watermark")
-
-
-class Short(Enum):
-    """What must happen before there is room."""
-
-    FULL = auto()
-    """Nothing that the daemon could do: what is there is pinned, unwritten, or kept by the policy."""
-    SLICE = auto()
-    """More of the same: it was too much for one go."""
-    GROWTH = auto()
-    """Pages are being faulted in."""
-    MOVES = auto()
-    """Enough is free, but not in one piece."""
 
 
 @dataclass

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvd.store.identity import Identity
-from kvd.store.store import ABSENT, FROM_TIER
+from kvd.store.shortage import FROM_TIER
+from kvd.store.store import ABSENT
 from kvd.tiers.adapters.base import Hit
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from kvd.store.extents import PAGE
 from kvd.store.leases import Holder
 from kvd.store.retention import NEVER, Retention
 from kvd.store.room import Rooms
-from kvd.store.store import ABSENT, FOR_PUT, Short, Store
+from kvd.store.shortage import FOR_PUT, Short
+from kvd.store.store import ABSENT, Store
 
 pytestmark = pytest.mark.asyncio
 N = b"n" * 32

@@ -9,7 +9,8 @@ from kvd.store.extents import PAGE
 from kvd.store.identity import check_key, namespace_of
 from kvd.store.leases import Holder
 from kvd.store.retention import NEVER, Retention, expired, expiry_ns
-from kvd.store.store import ABSENT, FROM_TIER, LEND_AHEAD_PART, Store
+from kvd.store.shortage import FROM_TIER
+from kvd.store.store import ABSENT, LEND_AHEAD_PART, Store
 
 N = b"n" * 32
 
