@@ -27,7 +27,7 @@ from kvd.store.identity import Identity
 from kvd.store.index import ABSENT, GONE, LIVE, Index, Namespace, Slots
 from kvd.store.leases import Dropped, Holder, Leases, Lent, ReadLease
 from kvd.store.retention import NEVER, Retention, expired
-from kvd.store.shortage import FOR_PUT, Short, Wanted
+from kvd.store.shortage import AHEAD, FOR_PUT, Short, Wanted
 from kvd.store.tombstones import Fate, Tombstones
 
 LEND_AHEAD_PART = 16
