@@ -3,6 +3,7 @@
 What writer and reader share, and nothing else: no file is opened here.
 """
 
+import functools
 import os
 import re
 import struct
@@ -54,7 +55,7 @@ class Metric:
     labels: Mapping[str, str] = field(default_factory=dict)
     float: bool = False
 
-    @property
+    @functools.cached_property
     def identity(self) -> tuple[str, Labels]:
         return self.name, tuple(sorted(self.labels.items()))
 
@@ -147,21 +148,22 @@ def fold(metrics: Sequence[Metric]) -> tuple[list[Metric], dict[tuple[str, Label
     index: dict[tuple[str, Labels], int] = {}
     sets: dict[str, set[Labels]] = {}
     for metric in metrics:
-        if metric.identity in index:
+        identity = metric.identity
+        if identity in index:
             raise UsageError(f"metric {metric.name} twice with labels {dict(metric.labels)}")
-        counted = tuple(item for item in metric.identity[1] if not (metric.type == "bucket" and item[0] == "le"))
+        counted = identity[1] if metric.type != "bucket" else tuple([item for item in identity[1] if item[0] != "le"])
         seen = sets.setdefault(metric.name, set())
-        rest = all(value == OTHER for _, value in counted) and bool(counted)
+        rest = bool(counted) and all(value == OTHER for _, value in counted)
         if counted not in seen and len(seen) >= MAX_LABEL_SETS and not rest:
             labels = {k: v if metric.type == "bucket" and k == "le" else OTHER for k, v in metric.labels.items()}
             shared = Metric(metric.name, metric.type, metric.unit, metric.help, labels, metric.float)
             if shared.identity not in index:
                 index[shared.identity] = len(entries)
                 entries.append(shared)
-            index[metric.identity] = index[shared.identity]
+            index[identity] = index[shared.identity]
             continue
         if not rest:
             seen.add(counted)
-        index[metric.identity] = len(entries)
+        index[identity] = len(entries)
         entries.append(metric)
     return entries, index

@@ -169,6 +169,10 @@ class StatsWriter:
         """Where the value of `name` with these labels lies; a label set over the cap shares its metric's `other`. KeyError."""
         return self._index[name, tuple(sorted(labels.items()))]
 
+    def index_of(self, metric: Metric) -> int:
+        """`index` of a metric at hand."""
+        return self._index[metric.identity]
+
     def set(self, i: int, value: float) -> None:
         """Store value `i`: one aligned 8-byte store. An integer metric takes 0 <= value < 2**64 (else ValueError)."""
         if self._float[i]:

@@ -3,6 +3,7 @@
 measure   alternating rounds, medians, the one way to time something here
 floor     the least a control plane costs: a bare msgspec and uvloop server
 control   exists, leases and single values beside that floor
+figures   what keeping the figures costs the daemon
 arena     batches of values through the daemon beside plain copies
 disk      the disk tier beside raw O_DIRECT
 ttft      time to first token: cold, warm from disk, the engine's own cache (needs .venv-vllm)

@@ -1,8 +1,8 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, doctor, arena, control, disk, adapters, serde, kvtop, gate,
-                   elastic, ttft
+    --only NAME    this measurement (repeatable): startup, doctor, arena, control, figures, disk, adapters, serde,
+                   kvtop, gate, elastic, ttft
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -21,7 +21,7 @@ from tests.bench import report
 from tests.bench.measure import Result
 from tests.support.daemon import Daemon
 
-MEASUREMENTS = ("startup", "doctor", "arena", "control", "disk", "adapters", "serde", "kvtop", "gate", "elastic", "ttft")
+MEASUREMENTS = ("startup", "doctor", "arena", "control", "figures", "disk", "adapters", "serde", "kvtop", "gate", "elastic", "ttft")
 """Modules of this folder, in the order they run."""
 ARENAS = {"arena": "1GiB", "control": "512MiB"}
 """Those that are given a client of a daemon with an arena of this size; the others bring all they need."""

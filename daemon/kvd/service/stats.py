@@ -348,14 +348,14 @@ class Publisher:
         for row in self.rows:
             if not groups or groups[-1][0] is not row.of:
                 groups.append((row.of, []))
-            groups[-1][1].append((self.writer.index(row.metric.name, **row.metric.labels), row.read))
+            groups[-1][1].append((self.writer.index_of(row.metric), row.read))
         self._seen: list[object] = [None] * len(groups)
         return groups
 
     def publish(self) -> None:
         """All values as they are now, and the heartbeat."""
         if self._version != self.table.version and time.monotonic() - self._reshaped > RESHAPE_S:
-            self._reshape()
+            self.reshape()
         writer, seen = self.writer, self._seen
         with writer.update():
             for number, (of, cells) in enumerate(self._cells):
@@ -367,7 +367,7 @@ class Publisher:
                     writer.set(i, read())
         writer.heartbeat()
 
-    def _reshape(self) -> None:
+    def reshape(self) -> None:
         """Other namespaces have accounts now: the segment gets their rows. Without room in shared memory it stays as it is."""
         self._reshaped = time.monotonic()
         version, rows = self.table.version, self.table.rows()
