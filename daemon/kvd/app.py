@@ -125,6 +125,7 @@ def status(
         return
     from kvd import commands
 
+    commands.only_with_engine(model=model, probe=probe)
     commands.status(socket, json)
 
 
@@ -154,7 +155,9 @@ def keys(
 def why(
     key: Annotated[
         list[str],
-        typer.Argument(metavar="KEY...|FILE", help="Keys, 64 hex digits each; with --engine a prompt or request, - for stdin."),
+        typer.Argument(
+            metavar="KEY...|FILE", help="Keys (64 hex digits); with --engine a file with a prompt or request (- is stdin)."
+        ),
     ],
     engine: EngineOption = None,
     model: ModelOption = None,
@@ -171,13 +174,15 @@ def why(
         return
     from kvd import commands
 
+    commands.only_with_engine(model=model)
     commands.why(key, socket, namespace, timeout, json)
 
 
 @app.command()
 def prefetch(
     key: Annotated[
-        list[str], typer.Argument(metavar="KEY...|FILE", help="Keys, 64 hex digits each; with --engine block hashes, or a prompt.")
+        list[str],
+        typer.Argument(metavar="KEY...|FILE", help="Keys (64 hex digits); with --engine block hashes, or a file with a prompt."),
     ],
     engine: EngineOption = None,
     model: ModelOption = None,
@@ -197,6 +202,7 @@ def prefetch(
         return
     from kvd import commands
 
+    commands.only_with_engine(model=model, max_bytes=max_bytes)
     commands.prefetch(key, socket, namespace, timeout, json)
 
 

@@ -50,6 +50,13 @@ def _keys(words: list[str]) -> list[bytes]:
     return keys
 
 
+def only_with_engine(**given: object) -> None:
+    """Raises UsageError for an option that means nothing without --engine: ignored, it would be taken for obeyed."""
+    for name, value in given.items():
+        if value:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --engine only", hint="name the engine: --engine URL")
+
+
 def _confirm(question: str, yes: bool) -> None:
     if yes:
         return

@@ -117,6 +117,8 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
         (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
         (("prefetch", "--engine", "http://127.0.0.1:1", "aa", "b"), 2, "prefetch what?"),
         (("status", "--engine", "http://127.0.0.1:1"), 4, "Connection refused"),
+        (("status", "--probe"), 2, "--probe goes with --engine only"),
+        (("prefetch", "--max-bytes", "1G", "aa"), 2, "--max-bytes goes with --engine only"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(words: tuple[str, ...], rc: int, says: str) -> None:
