@@ -351,6 +351,7 @@ def _traffic(report: Report, metrics: Mapping[str, float]) -> None:
         report.add(
             "loading", "unknown", f"no request has needed a load yet ({rate})", "a prompt of before the engine's restart is one"
         )
+    _direct(report, metrics, count("kvd_direct_load_bytes") + count("kvd_direct_save_bytes"))
     lost, errors = count("kvd_load_failures"), count("kvd_errors")
     if errors:
         report.add("faults", "fail", f"{errors:.0f} errors inside the connector", "their tracebacks are in the engine's log")
@@ -359,6 +360,18 @@ def _traffic(report: Report, metrics: Mapping[str, float]) -> None:
         report.add("faults", "warn", text)
     else:
         report.add("faults", "ok", "no load failed, no error, the daemon was never lost")
+
+
+def _direct(report: Report, metrics: Mapping[str, float], moved: float) -> None:
+    """GPU-direct, where anything of it was asked for."""
+    name = "vllm:kvd_direct_fallback_total/"
+    reasons = {key.removeprefix(name): value for key, value in metrics.items() if key.startswith(name) and value}
+    if reasons:
+        told = ", ".join(f"{reason} {value:.0f}" for reason, value in sorted(reasons.items(), key=lambda pair: -pair[1]))
+        hint = "kvdoctor says what this host lacks; the engine's log has the first one at WARNING"
+        report.add("direct", "warn", f"{format_size(int(moved))} moved GPU-direct; chunks that were not, by reason: {told}", hint)
+    elif moved:
+        report.add("direct", "ok", f"{format_size(int(moved))} moved GPU-direct, nothing fell back")
 
 
 # ---- do they agree? --------------------------------------------------------------------------------------------------

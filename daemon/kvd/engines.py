@@ -123,7 +123,7 @@ class EngineServer:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The sums of all samples of each name on /metrics; labels are left out."""
+        """The sums of all samples of each name on /metrics; labels are left out, but `reason`: that sum is under `name/reason`."""
         status, text, _ = self.get("/metrics")
         if status != 200:
             raise KvError(f"{self.url}/metrics answers {status}")
@@ -132,10 +132,12 @@ class EngineServer:
             if line.startswith("# TYPE "):
                 found.setdefault(line.split()[2], 0.0)
             elif line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
+                sample, _, value = line.rpartition(" ")
+                name, _, labels = sample.partition("{")
+                reason = labels.partition('reason="')[2].partition('"')[0]
                 try:
-                    found[name] = found.get(name, 0.0) + float(value)
+                    for key in (name, f"{name}/{reason}")[: 1 + bool(reason)]:
+                        found[key] = found.get(key, 0.0) + float(value)
                 except ValueError:
                     continue
         return found

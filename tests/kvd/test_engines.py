@@ -6,6 +6,7 @@ small ones that answer as the documentation of other engines says they do.
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -97,6 +98,9 @@ def test_a_vllm_without_kvds_routes_is_told_how_to_let_them_in(server: Start) ->
     ran = run_cli("kvd", "status", "--engine", server({**VLLM, "/metrics": metrics}), "--json")
     words = {check["name"]: check["word"] for check in ran.json()["engines"][0]["checks"]}
     assert (ran.rc, words["routes"], words["connector"], words["saving"], words["hash seed"]) == (0, "warn", "ok", "ok", "unknown")
+    metrics += 'vllm:kvd_direct_fallback_total{engine="0",reason="no_library"} 3.0\n'
+    ran = run_cli("kvd", "status", "--engine", server({**VLLM, "/metrics": metrics}))
+    assert re.search(r"warn +direct +0 B moved GPU-direct; chunks that were not, by reason: no_library 3", ran.stdout)
 
 
 @pytest.mark.real("kvd")
