@@ -51,6 +51,7 @@ def serve(
     hugepages: o.Hugepages = None,
     mlock: o.Mlock = None,
     numa_node: o.NumaNode = None,
+    gds_l1_path: o.GdsL1Path = None,
     eviction_policy: o.EvictionPolicy = None,
     eviction_trigger_watermark: o.EvictionTriggerWatermark = None,
     eviction_ratio: o.EvictionRatio = None,

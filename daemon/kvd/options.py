@@ -46,6 +46,9 @@ Mlock = Annotated[bool | None, typer.Option("--mlock/--no-mlock", help="Keep the
 NumaNode = Annotated[
     str | None, typer.Option("--numa-node", metavar="N", help="Take the arena's pages from this NUMA node where it has any.")
 ]
+GdsL1Path = Annotated[
+    str | None, typer.Option("--gds-l1-path", metavar="DIR", help="Put the arena on this NVMe drive, for GPU-direct engines.")
+]
 EvictionPolicy = Annotated[
     str | None, typer.Option("--eviction-policy", metavar="WORD", help="LRU, S3FIFO, or noop: a full arena refuses.")
 ]

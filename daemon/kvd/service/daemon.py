@@ -27,6 +27,7 @@ from kvd.service.operations import Operations
 from kvd.service.server import Server
 from kvd.store.arena import Arena
 from kvd.store.room import Rooms
+from kvd.store.slab import Slab
 from kvd.store.store import Store
 from kvd.tiers.adapters.base import Adapter, Durability
 from kvd.tiers.policies import Asking
@@ -58,6 +59,8 @@ class Options:
     huge_pages: bool = False
     mlock: bool = False
     numa_node: int | None = None
+    gds_l1_path: Path | None = None
+    """Folder of an arena on NVMe, instead of one in RAM."""
     drain_s: float = 20.0
     evicting: bool = True
     promote: bool = False
@@ -94,7 +97,7 @@ class Daemon:
     async def run(self) -> None:
         """Serve until told to stop. Raises what keeps it from starting (KvdError, UsageError, AdapterError)."""
         options, loop = self.options, asyncio.get_running_loop()
-        arena = Arena(options.max_bytes, huge=options.huge_pages, mlock=options.mlock, numa_node=options.numa_node)
+        arena = self._make_arena()
         self.store = Store(arena, scan_resistant=options.scan_resistant)
         self._take_over(options)
         rooms = Rooms(self.store)
@@ -145,6 +148,12 @@ class Daemon:
                 await self.tiering.close(0.5)
             rooms.close()
             arena.close()
+
+    def _make_arena(self) -> Arena:
+        options = self.options
+        if options.gds_l1_path is not None:
+            return Slab(options.gds_l1_path, options.max_bytes)
+        return Arena(options.max_bytes, huge=options.huge_pages, mlock=options.mlock, numa_node=options.numa_node)
 
     async def _open_window(self) -> None:
         if self.options.metrics_port is None:

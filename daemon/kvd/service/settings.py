@@ -102,6 +102,10 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
 def _paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(os.pathsep) if part]
 
@@ -122,6 +126,7 @@ class JsonLines(logging.Formatter):
 SETTINGS = (
     Setting("socket", Path, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="The daemon's socket."),
     Setting("max_bytes", parse_size, 8 << 30, ("KVD_MAX_BYTES",), help="Size of the arena."),
+    Setting("gds_l1_path", _folder, None, ("KVD_GDS_L1_PATH",), help="Folder on NVMe for the arena, for GPU-direct engines."),
     Setting("long_path", _paths, [], ("KVD_LONG_PATH",), help="Directories of the disk tier."),
     Setting("long_bytes", parse_size, 32 << 30, ("KVD_LONG_BYTES",), help="Size of the disk tier."),
     Setting(
@@ -300,7 +305,9 @@ def options_of(settings: Resolved) -> Options:
     value = {name: setting.value for name, setting in settings.items()}
     if value["max_bytes"] < MIN_ARENA:
         raise UsageError(f"--max-bytes {format_size(value['max_bytes'])} is too small", hint="the least is 1MiB")
-    if value["max_bytes"] > (limit := memory_limit()):
+    if value["gds_l1_path"] is not None:
+        _check_slab(value)
+    elif value["max_bytes"] > (limit := memory_limit()):
         why = f"--max-bytes {format_size(value['max_bytes'])} is more than the {format_size(limit)} of memory there is"
         raise UsageError(why, hint="give a size that leaves room for everything else on this host")
     if settings["long_bytes"].origin != "default" and not value["long_path"]:
@@ -325,6 +332,7 @@ def options_of(settings: Resolved) -> Options:
         huge_pages=value["hugepages"],
         mlock=value["mlock"],
         numa_node=value["numa_node"],
+        gds_l1_path=value["gds_l1_path"],
         drain_s=value["drain_timeout"],
         promote=value["promote"],
         evicting=value["eviction_policy"] != "noop",
@@ -338,6 +346,23 @@ def options_of(settings: Resolved) -> Options:
         metrics_host=value["metrics_host"],
         metrics_port=value["metrics_port"],
     )
+
+
+def _check_slab(value: Mapping[str, Any]) -> None:
+    """What does not go with an arena on a drive. Raises UsageError."""
+    tiers = [f"adapter {spec.get('name') or spec.get('type')}" for spec in value["l2_adapter"]]
+    if value["long_path"]:
+        tiers.insert(0, "--long-path")
+    if value["long_backend"]:
+        tiers.append(f"--long-backend {value['long_backend']}")
+    if tiers:
+        raise UsageError(
+            f"--gds-l1-path with {tiers[0]}: tiers take bytes from memory, and an arena on a drive has none to give",
+            hint="leave the tiers out, or keep the arena in RAM",
+        )
+    given = [name for name in ("hugepages", "mlock", "numa_node") if value[name] not in (None, False)]
+    if given:
+        raise UsageError(f"--{given[0].replace('_', '-')} with --gds-l1-path: that is about memory", hint="leave it out")
 
 
 def memory_limit() -> int:

@@ -3,6 +3,7 @@
 identity   what a value is stored under: 64 bytes, namespace and key
 retention  how long a value may live: classes, expiry
 arena      one shared memory object the engines map, and the daemon's view of it
+slab       the same on an NVMe drive
 extents    which bytes of the arena are free
 compact    which values to move, so that scattered free pages become one run
 index      identity -> entry, least recently used first, per retention class

@@ -76,8 +76,7 @@ class Arena:
             raise _cannot(self.capacity, error) from error
         self.bytes: Bytes = np.frombuffer(self.map, dtype=np.uint8)
         self.view = memoryview(self.map)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        os.fchmod(self.fd, 0o400)
+        self._protect()
         self.read_only_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         self._address = self.bytes.ctypes.data
         self.numa_node = numa_node if numa_node is not None and self._prefer(numa_node) else None
@@ -113,6 +112,11 @@ class Arena:
         except OSError as error:
             raise _cannot(self.capacity, error) from error
         return fd
+
+    def _protect(self) -> None:
+        """No client may resize it, nor open it for writing unless it was given that."""
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        os.fchmod(self.fd, 0o400)
 
     @property
     def used_bytes(self) -> int:
