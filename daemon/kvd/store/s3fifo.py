@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 SMALL, MAIN = 1, 2
 SMALL_PART = 4
@@ -27,10 +28,14 @@ MOVE_AT = 1
 """Uses in the small queue that bring a value into the main one."""
 SCAN = 64
 GHOST_LEAST = 1024
+WAYS = 4
 
 
 class Ghost:
-    """Keys that left not long ago: a table of 32-bit fingerprints, each with the time it left, counted in departures."""
+    """Keys that left not long ago: a table of 32-bit fingerprints, each with the time it left, counted in departures.
+
+    A key has WAYS places, and takes the one that left longest ago.
+    """
 
     def __init__(self) -> None:
         self._time = 0
@@ -47,20 +52,25 @@ class Ghost:
         if 2 * held > self._rows:
             self._resize(2 * self._rows)  # what it knew is forgotten: it has to learn for the larger arena anyway
         self._time += 1
-        row, mark = self._place(key)
+        places, mark = self._places(key)
+        row = min(places, key=self._time_of.__getitem__)
         self._print_of[row] = mark
         self._time_of[row] = self._time
 
     def take(self, key: bytes, held: int) -> bool:
         """Whether it knows the key; it does not any more then."""
-        row, mark = self._place(key)
-        if self._print_of[row] != mark or self._time - self._time_of[row] > max(held, GHOST_LEAST // 2):
-            return False
-        self._print_of[row] = 0
-        return True
+        places, mark = self._places(key)
+        for row in places:
+            if self._print_of[row] == mark and self._time - self._time_of[row] <= max(held, GHOST_LEAST // 2):
+                self._print_of[row] = self._time_of[row] = 0
+                return True
+        return False
 
-    def _place(self, key: bytes) -> tuple[int, int]:
-        return int.from_bytes(key[:8], "little") % self._rows, int.from_bytes(key[8:12], "little") | 1
+    def _places(self, key: bytes) -> tuple[range, int]:
+        # Keys are digests where engines make them, but nobody has to: hashed once more, they spread whatever they are.
+        mixed = xxhash.xxh3_64_intdigest(key)
+        first = mixed % (self._rows // WAYS) * WAYS
+        return range(first, first + WAYS), mixed >> 32 | 1
 
 
 class Queues:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.store.index import ABSENT, Index
 from kvd.store.retention import NEVER, Retention
-from kvd.store.s3fifo import GHOST_LEAST, MOVE_AT, SMALL_PART, USES_MAX
+from kvd.store.s3fifo import GHOST_LEAST, MOVE_AT, SMALL_PART, USES_MAX, Ghost
 
 
 def key_of(number: int) -> bytes:
@@ -156,6 +156,17 @@ def test_what_comes_back_soon_stays() -> None:
     fill(index, range(850, 851), 100)
     fill(index, range(2000, 2500), 100)
     assert key_of(850) in space.slots
+
+
+def test_keys_that_are_no_digests_are_told_apart() -> None:
+    """Numbers written big-endian differ in their last bytes only."""
+    ghost = Ghost()
+    keys = [number.to_bytes(32, "big") for number in range(600)]
+    for key in keys[:300]:
+        ghost.add(key, 400)
+    assert sum(ghost.take(key, 400) for key in keys[300:]) == 0
+    assert sum(ghost.take(key, 400) for key in keys[:300]) >= 290
+    assert not any(ghost.take(key, 400) for key in keys)
 
 
 def test_pinned_and_unwritten_values_are_passed_over_and_found_later() -> None:
