@@ -114,6 +114,7 @@ def status(
         typer.Option("--engine", metavar="URL", help="Is this engine's kvd working? Given again: do the engines hash alike?"),
     ] = None,
     model: ModelOption = None,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Each tier: what it holds, what it was asked, and how it did.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --engine: send one new prompt and see that it is stored.")] = False,
     timeout: TimeoutOption = "10s",
     json: JsonOption = False,
@@ -127,7 +128,10 @@ def status(
     from kvd import commands
 
     commands.only_with_engine(model=model, probe=probe)
-    commands.status(socket, json)
+    if tiers:
+        commands.tiers(socket, json)
+    else:
+        commands.status(socket, json)
 
 
 @app.command()

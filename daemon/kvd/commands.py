@@ -231,6 +231,21 @@ def _number(name: str, value: float) -> str:
     return str(value)
 
 
+def tiers(socket: Path | None, json: bool) -> None:
+    """Each tier with what it holds and how it did; exit status 1 when one does not work."""
+    from kvd import status as words
+    from kvd.service.stats import of_reading
+
+    with _reader(socket) as reader:
+        body = of_reading(_read(reader, socket))
+    if json:
+        emit_json("kvd.tiers/1", {"tiers": body["tiers"]})
+    else:
+        for line in words.tiers_page(body):
+            emit(line)
+    raise typer.Exit(Exit.FAILED if any(tier["breaker_open"] for tier in body["tiers"]) else Exit.OK)
+
+
 def status(socket: Path | None, json: bool) -> None:
     """HEALTH_OK, HEALTH_WARN or HEALTH_ERR with the reasons, and what is stored; exit status 1 for HEALTH_ERR."""
     from dataclasses import asdict

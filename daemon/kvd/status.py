@@ -83,6 +83,49 @@ def page(body: Mapping[str, Any], found: list[Check]) -> Iterator[str]:
             yield f"    {name + ':':{width}} {text}"
 
 
+def tiers_page(body: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of `kvd status --tiers`: each tier, what it holds, what it was asked and how it did."""
+    if not body["tiers"]:
+        yield "there is no tier: what is in RAM ends with the daemon"
+    for number, tier in enumerate(body["tiers"]):
+        if number:
+            yield ""
+        word = "does not work" if tier["breaker_open"] else "works"
+        yield f"tier {number}: {tier['name']} ({tier['type']}), {paint(word, 'bad' if tier['breaker_open'] else 'good')}"
+        rows = list(_tier_rows(tier))
+        width = max(len(name) for name, _ in rows) + 1
+        for name, text in rows:
+            yield f"    {name + ':':{width}} {text}"
+
+
+def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "holds", f"{_count(tier['entries'], 'value')}, {_filled(tier['bytes_used'], tier['bytes_limit'])}"
+    stored = f"{_count(tier['stores_total'], 'value')}, {format_size(tier['store_bytes_total'])}"
+    yield "stored", stored + _tier_latency(tier, "store") + f"; {tier['queue']} on their way"
+    asked = tier["hits_total"] + tier["misses_total"]
+    loaded = f"{_count(tier['hits_total'], 'value')}, {format_size(tier['load_bytes_total'])}"
+    yield (
+        "loaded",
+        loaded
+        + _tier_latency(tier, "load")
+        + (f"; {tier['misses_total']:,} of {asked:,} were not there" if tier["misses_total"] else ""),
+    )
+    yield "evicted", _count(tier["evictions_total"], "value")
+    troubles = {
+        "not taken": tier["store_failures_total"],
+        "damaged": tier["corruptions_total"],
+        "failed reads or writes": tier["io_errors_total"],
+        "times left alone": tier["breaker_opened_total"],
+    }
+    yield "troubles", ", ".join(f"{count:,} {what}" for what, count in troubles.items() if count) or "none"
+
+
+def _tier_latency(tier: Mapping[str, Any], way: str) -> str:
+    buckets = tier.get(f"{way}_seconds_bucket", {})
+    middle, high = quantile(buckets, 0.5), quantile(buckets, 0.99)
+    return f"; a batch in {format_duration(middle)}, p99 {format_duration(high)}" if middle is not None and high is not None else ""
+
+
 def _services(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     about = f"kvd {next(iter(body.get('build_info', {})), '')}".rstrip()
     clients, leases = _count(body["connections"], "client"), _count(body["leases_active"], "lease")

@@ -39,6 +39,24 @@ def test_the_log_has_the_messages_that_operators_look_for(kvd_daemon: Callable[.
     assert "store task" not in quiet.text()
 
 
+def test_status_shows_each_tier_by_itself(kvd_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = kvd_daemon("--l2-adapter", f'{{"type": "fs", "base_path": "{tmp_path}"}}', max_bytes="16MiB", tier="64MiB")
+    with daemon.client() as client:
+        for n in range(5):
+            client.put(key(n), bytes(100_000), wait="tier")
+    wait_until(lambda: daemon.run("status", "--tiers").stdout.count("5 values") >= 4, what="the figures")
+    shown = daemon.run("status", "--tiers")
+    assert shown.rc == 0
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "tier 0: disk (disk), works"
+    assert "tier 1: fs (fs), works" in lines
+    assert shown.stdout.count("troubles: none") == 2
+    tiers = daemon.run("status", "--tiers", "--json").json()
+    assert tiers["schema"] == "kvd.tiers/1"
+    assert [(tier["name"], tier["stores_total"]) for tier in tiers["tiers"]] == [("disk", 5), ("fs", 5)]
+    assert "there is no tier" in kvd_daemon(max_bytes="16MiB").run("status", "--tiers").stdout
+
+
 def test_buffer_only_mode(kvd_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = kvd_daemon(
         *("--eviction-policy", "noop", "--l2-store-policy", "skip_l1", "--l2-prefetch-policy", "default"),
