@@ -102,14 +102,9 @@ def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "holds", f"{_count(tier['entries'], 'value')}, {_filled(tier['bytes_used'], tier['bytes_limit'])}"
     stored = f"{_count(tier['stores_total'], 'value')}, {format_size(tier['store_bytes_total'])}"
     yield "stored", stored + _tier_latency(tier, "store") + f"; {tier['queue']} on their way"
-    asked = tier["hits_total"] + tier["misses_total"]
-    loaded = f"{_count(tier['hits_total'], 'value')}, {format_size(tier['load_bytes_total'])}"
-    yield (
-        "loaded",
-        loaded
-        + _tier_latency(tier, "load")
-        + (f"; {tier['misses_total']:,} of {asked:,} were not there" if tier["misses_total"] else ""),
-    )
+    asked, missed = tier["hits_total"] + tier["misses_total"], tier["misses_total"]
+    loaded = f"{_count(tier['hits_total'], 'value')}, {format_size(tier['load_bytes_total'])}" + _tier_latency(tier, "load")
+    yield "loaded", loaded + (f"; {missed:,} of {asked:,} were not there" if missed else "")
     yield "evicted", _count(tier["evictions_total"], "value")
     troubles = {
         "not taken": tier["store_failures_total"],
