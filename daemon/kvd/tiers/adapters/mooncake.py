@@ -17,6 +17,7 @@ accept a connection is not asked.
 """
 
 import contextlib
+import ctypes
 import http.client
 import ipaddress
 import logging
@@ -59,6 +60,7 @@ AWAY = (-900, -901)
 STEP = 512
 """Objects in one call of the client."""
 USAGE_S = 2.0
+REACH_S = 2.0
 WORKERS = 16
 OPERATIONS = ("lookup", "retrieve", "store", "delete")
 
@@ -78,6 +80,7 @@ class MooncakeAdapter(Adapter):
         prefix: str = "kvd/",
         zero_copy_anywhere: bool = True,
         workers: Mapping[str, int] | None = None,
+        master: tuple[str, int] | None = None,
         metrics: tuple[str, int] | None = None,
         max_value_bytes: int = 1 << 30,
         clock_ns: Callable[[], int] = time.time_ns,
@@ -93,6 +96,9 @@ class MooncakeAdapter(Adapter):
         self._lock = threading.Lock()
         self._client: Any = None
         self._closing = False
+        self._master = master
+        self._doubt = False
+        """The last call found the master away: somebody has to listen there before the client is let at it again."""
         self._local = threading.local()
         self._rooms: list[memoryview] = []  # what the device knows must outlive the threads that made it
         self._arena = range(0)  # addresses that the device knows
@@ -111,7 +117,8 @@ class MooncakeAdapter(Adapter):
         load_library(self.name)
         try:
             self._pool()
-            self._refresh()
+            if self._metrics is not None:
+                self._read_metrics()
         except AdapterError as error:
             log.warning("%s; serving without it until it answers", error.message)
 
@@ -119,10 +126,22 @@ class MooncakeAdapter(Adapter):
         with self._lock:
             self._closing = True
             client, self._client = self._client, None
-        if client is not None:
-            for room in self._rooms:
-                client.unregister_buffer(_address(room))
-            client.close()
+        if client is None:
+            return
+        try:
+            self._reach()
+        except OSError:
+            # It would ask the master for its leave, again and again. What ends with the process needs no leave.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+            return
+        for room in self._rooms:
+            client.unregister_buffer(_address(room))
+        client.close()
+
+    def _reach(self) -> None:
+        """Raises OSError where nobody listens at the master's address."""
+        if self._master is not None:
+            socket.create_connection(self._master, timeout=REACH_S).close()
 
     def _pool(self) -> Any:
         """The client, connected. Raises AdapterError while the master is away."""
@@ -133,9 +152,19 @@ class MooncakeAdapter(Adapter):
                 try:
                     self._client = self._connect()
                 except OSError as error:
-                    raise AdapterError(f"{self.name}: cannot reach the master at {self.where}: {error.strerror or error}") from None
+                    raise self._unreachable(error) from None
                 self._register(self._client)
-            return self._client
+            client, doubt = self._client, self._doubt
+        if doubt:
+            try:
+                self._reach()
+            except OSError as error:
+                raise self._unreachable(error) from None
+            self._doubt = False
+        return client
+
+    def _unreachable(self, error: OSError) -> AdapterError:
+        return AdapterError(f"{self.name}: cannot reach the master at {self.where}: {error.strerror or error}")
 
     def _register(self, client: Any) -> None:
         """Tell the device of the arena; where any memory will do (TCP) that would only cost time."""
@@ -162,6 +191,7 @@ class MooncakeAdapter(Adapter):
 
     def _away(self, what: str, code: int) -> AdapterError:
         self.counters.io_errors += 1
+        self._doubt = code in AWAY
         why = {-900: "it is away", -901: "it does not answer"}.get(code, f"code {code}")
         return AdapterError(f"{self.name}: cannot {what} at {self.where}: {why}")
 
@@ -191,7 +221,6 @@ class MooncakeAdapter(Adapter):
             for i, code in zip(todo, codes, strict=True):
                 results[i] = Stored(True) if code == 0 else Stored(False, "full" if code == NO_ROOM else "io_error")
                 self.counters.io_errors += code not in (0, NO_ROOM)
-            self._refresh()
         return [result or Stored(False, "io_error") for result in results]
 
     def _refusal(self, item: Item, now: int) -> Stored | None:
@@ -204,6 +233,8 @@ class MooncakeAdapter(Adapter):
         client = self._pool()
         keys = [self._key(item.identity) for item in items]
         there = client.batch_is_exist(keys)
+        if all(answer in AWAY for answer in there):
+            return list(there)
         if old := [key for key, answer in zip(keys, there, strict=True) if answer == 1]:
             client.batch_remove(old, True)
         heads, address = self._heads(client)
@@ -351,12 +382,16 @@ class MooncakeAdapter(Adapter):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Ask the master for the pool's numbers where they are old. One thread at a time; the others go on without."""
+        """Ask the master for the pool's numbers where they are old, without waiting for them."""
         now = time.monotonic()
         with self._lock:
-            if self._metrics is None or now - self._asked < USAGE_S:
+            if self._metrics is None or self._closing or now - self._asked < USAGE_S:
                 return
             self._asked = now
+        threading.Thread(target=self._read_metrics, name=f"kvd-{self.name}-usage", daemon=True).start()
+
+    def _read_metrics(self) -> None:
+        assert self._metrics is not None
         try:
             with contextlib.closing(http.client.HTTPConnection(*self._metrics, timeout=USAGE_S)) as link:
                 link.request("GET", "/metrics")
@@ -369,6 +404,7 @@ class MooncakeAdapter(Adapter):
 
     def usage(self) -> Usage:
         """What the whole pool holds, where the master's numbers can be had; else nothing is known."""
+        self._refresh()
         with self._lock:
             return Usage(**vars(self._usage))
 
@@ -488,6 +524,7 @@ def _make(name: str, values: dict[str, Any]) -> Adapter:
         where="{}:{}".format(*values["master_server_address"]),
         prefix=values["prefix"],
         zero_copy_anywhere=values["protocol"] == "tcp",
+        master=values["master_server_address"],
         metrics=values["master_metrics_address"],
         workers=dict.fromkeys(OPERATIONS, values["num_workers"]) | values["per_op_workers"],
         max_value_bytes=values["max_value_bytes"],
