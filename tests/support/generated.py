@@ -108,9 +108,11 @@ def _shown(setting: Setting) -> str:
 
 def counters() -> str:
     """The connector's counters, from the table that they are registered by."""
-    from kvd.connector.metrics import COUNTERS
+    from kvd.connector.metrics import COUNTERS, REASONED
 
-    return "\n".join(["| metric | counts |", "|---|---|", *(f"| `vllm:kvd_{name}` | {text} |" for name, text in COUNTERS.items())])
+    rows = [f"| `vllm:kvd_{name}` | {text} |" for name, text in COUNTERS.items()]
+    rows += [f"| `vllm:kvd_{name}{{reason}}` | {text} |" for name, text in REASONED.items()]
+    return "\n".join(["| metric | counts |", "|---|---|", *rows])
 
 
 BLOCKS: dict[str, Callable[[], str]] = {"commands": commands, "keys": keys, "numbers": numbers}

@@ -124,3 +124,27 @@ def test_a_question_that_cannot_be_meant_is_refused(kvd_daemon: MakeDaemon) -> N
         with pytest.raises(KvdError, match="a namespace is 32 bytes"):
             client.why(KEYS[:1], others=[b"short"])
         assert client.why([]).places == [[]]
+
+
+def test_a_prefix_says_where_each_of_its_keys_comes_from(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="4MiB", tier="64MiB")
+    with daemon.client(namespace=MINE) as client:
+        for namespace in (MINE, OTHER):
+            client.put_many([(key, b"x" * 5000) for key in KEYS[:4]], namespace=namespace, wait="tier")
+        client.delete(KEYS[1:2], arena_only=True)
+        client.delete(KEYS[2:3], arena_only=True, namespace=OTHER)
+        found = client.prefix(KEYS[:6], namespaces=[MINE, OTHER], where=True)
+        assert (found.length, found.sources) == (4, bytes([0, 1, 1, 0]))
+        assert client.prefix(KEYS[:6], namespaces=[MINE, OTHER]).sources == b""
+        pinned = client.prefix(KEYS[:6], pin_s=5, where=True)
+        assert (pinned.length, pinned.sources) == (4, bytes([0, 1, 0, 0]))
+        assert pinned.token is not None
+        client.unpin(pinned.token)
+
+
+def test_every_type_of_tier_that_hosts_share_is_known_as_such() -> None:
+    from kvd.service.rounds import REMOTE
+    from kvd.tiers.adapters import registry
+
+    assert set(registry.TYPES) >= REMOTE
+    assert REMOTE.isdisjoint({"disk", "fs", "raw_block", "dax", "mock"})
