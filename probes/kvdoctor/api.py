@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import Report, Result
+from kvdoctor.rules.base import GROUPS
 from kvdoctor.verdict import judge
+from kvtools.output import printable
 
 if TYPE_CHECKING:
     from kvdoctor.collect.source import Source
@@ -119,13 +121,19 @@ def read_case(home: Path) -> dict[str, Any]:
     return case
 
 
-def first_fault(report: Report, need: str) -> str:
-    """'observed (id)' of the first root cause that stands against `need`, '' where none does."""
+def first_fault(report: Report, need: str) -> Result | None:
+    """The first root cause that stands against `need`, None where nothing does."""
     for check_id in [*report.roots, *(item.id for item in report.results)]:
         for item in report.by_id(check_id):
             if item.need == need and item.status == "fail":
-                return f"{item.observed} ({item.id})"
-    return ""
+                return item
+    return None
+
+
+def line(item: Result) -> str:
+    """A result as one line that stands by itself: 'Driver: 6.14.14 is loaded (gpu.driver.version)'."""
+    group = GROUPS[item.group]
+    return f"{group}: {printable(item.observed.removeprefix(f'{group} is '))} ({item.id})"
 
 
 def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
@@ -138,7 +146,8 @@ def direct_reason(path: str, *, facts: Facts | None = None, root: str | Path = "
     report = judge(facts or _quick(root, path))
     if report.verdict == "no-gpu":
         return "no AMD or NVIDIA GPU on this host (gpu.present)"
-    return first_fault(report, "R")
+    found = first_fault(report, "R")
+    return line(found) if found else ""
 
 
 def posix_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/") -> str:
@@ -147,7 +156,9 @@ def posix_reason(path: str, *, facts: Facts | None = None, root: str | Path = "/
     Ends with the id of the check in brackets. Raises as `direct_reason` does, after 7 s.
     """
     facts = facts or collect_host(root, [path], run_tools=False, deadline_s=6.0)
-    return first_fault(judge(facts, only=["storage", "limits"]), "P")
+    found = first_fault(judge(facts, only=["storage", "limits"]), "P")
+    # Whoever asks names the path himself, so it needs no heading.
+    return f"{printable(found.observed)} ({found.id})" if found else ""
 
 
 def _quick(root: str | Path, path: str) -> Facts:
@@ -164,5 +175,6 @@ def warnings(report: Report) -> list[str]:
     for check_id in report.roots:
         for item in report.by_id(check_id):
             if item.bad and not item.caused_by and item.id != "gpu.present":
-                found.append(f"{item.status}: {item.observed} ({item.id})")
+                where = f"{item.scope}: " if item.scope.startswith("/") and item.scope not in item.observed else ""
+                found.append(f"{item.status}: {printable(where)}{line(item)}")
     return found

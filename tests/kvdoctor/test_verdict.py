@@ -62,7 +62,7 @@ def test_one_line_reasons() -> None:
     assert api.direct_reason("/nvme/kv", facts=host(gpus=[])) == "no AMD or NVIDIA GPU on this host (gpu.present)"
     facts = host()
     facts.driver.param_ais_disabled, facts.gpus[0].p2pmem = "1", None
-    assert api.direct_reason("/nvme/kv", facts=facts) == "AIS is switched off by ais_disabled=1 (module parameter) (ais.param)"
+    assert api.direct_reason("/nvme/kv", facts=facts) == "AIS: switched off by ais_disabled=1 (module parameter) (ais.param)"
     assert api.posix_reason("/nvme/kv", facts=host(paths=[path(writable=False)])) == "uid 0 may not write there (storage.writable)"
     assert api.posix_reason("/nvme/kv", facts=host()) == ""
 
@@ -72,5 +72,5 @@ def test_warnings_are_root_causes_only() -> None:
     facts.driver.version, facts.kernel.symbols = "6.14.14", ["p2pdma_pgmap_ops"]
     facts.gpus[0].p2pmem = None
     facts.driver.disk = ModuleFile(version="6.16.6")
-    assert api.warnings(judge(facts)) == ["fail: 6.16.6 is on disk but 6.14.14 is running (gpu.driver.match)"]
+    assert api.warnings(judge(facts)) == ["fail: Driver: 6.16.6 is on disk but 6.14.14 is running (gpu.driver.match)"]
     assert api.warnings(judge(host())) == []

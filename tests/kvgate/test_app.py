@@ -58,7 +58,7 @@ def test_a_start_shows_what_kvdoctor_warns_of_and_refuses_nothing(tmp_path: Path
     with gate(tmp_path, instances=[instance("one", tmp_path)], environ={"KVD_LONG_PATH": str(missing)}) as process:
         process.until(lambda: "the gate serves all the same" in "".join(process.log))
         told = "".join(process.log)
-        assert "WARNING kvgate.preflight: this host: fail: no such directory (storage.exists)" in told
+        assert f"WARNING kvgate.preflight: this host: fail: {missing}: Storage: no such directory (storage.exists)" in told
         assert "Traceback" not in told
         process.until(lambda: process.state("one") == "awake")
         assert process.ask("/v1/completions", {"model": "one"})[0] == 200

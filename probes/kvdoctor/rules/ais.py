@@ -237,7 +237,7 @@ def tool(facts: Facts) -> Result:
     evidence = [command_evidence("ais-check", _said(facts))]
     wrong = contradictions(facts)
     if wrong:
-        return result("warn", "it is wrong here: " + "; ".join(wrong), why="Better evidence decides.", evidence=evidence)
+        return result("warn", "ais-check is wrong here: " + "; ".join(wrong), why="Better evidence decides.", evidence=evidence)
     if said.amdgpu is False:
         if facts.kernel.symbols is None:
             return unknown("it says amdgpu: False, and kallsyms cannot be read to check", evidence=evidence)

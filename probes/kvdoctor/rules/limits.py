@@ -87,7 +87,7 @@ def memlock(facts: Facts) -> Result:
         return result("pass", f"{format_size(limits.memlock)}, lifted by CAP_IPC_LOCK")
     return result(
         "warn",
-        format_size(limits.memlock),
+        f"locked memory is limited to {format_size(limits.memlock)}",
         expected="unlimited",
         why="RDMA and Mooncake pin whole buffers.",
         fix="Use --ulimit memlock=-1, LimitMEMLOCK=infinity or the capability IPC_LOCK.",
@@ -104,7 +104,7 @@ def nofile(facts: Facts) -> Result:
     if 0 <= limits.nofile < NOFILE_WANTED:
         return result(
             "warn",
-            f"{limits.nofile}",
+            f"{limits.nofile} open files are allowed",
             expected=f"{NOFILE_WANTED} or more",
             why="hipFile needs two descriptors a chunk file.",
             fix=f"Raise it to {NOFILE_WANTED} or more (LimitNOFILE, --ulimit nofile).",
