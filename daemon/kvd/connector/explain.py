@@ -93,7 +93,7 @@ def _names(view: View) -> set[bytes]:
 def _ask(client: Any, places: Sequence[Any], keys: list[bytes], others: list[bytes]) -> WhyResult:
     """One Why for all namespaces, in parts that a request may have."""
     namespaces = [place.namespace for place in places]
-    part = max(1, (1 << 15) // max(1, len(namespaces) + len(others)))
+    part = max(1, (1 << 14) // max(1, len(namespaces) + len(others)))
     whole = WhyResult([[] for _ in namespaces], [[] for _ in namespaces], [], 0)
     since = 0
     for start in range(0, max(1, len(keys)), part):

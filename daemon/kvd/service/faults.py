@@ -16,7 +16,7 @@ MAX_LOOKUPS = 1 << 20
 """Keys times namespaces of one `Prefix`: about a tenth of a second's work."""
 MAX_EXTENTS = 1024
 """Extents of files in one request: each costs the disk a page."""
-MAX_WHY = 1 << 16
+MAX_WHY = 1 << 15
 """Keys times namespaces of one `Why`: its answer must fit a frame."""
 MAX_WHY_TEXT = 200
 _NAMES = f"a namespace is {NAMESPACE_BYTES} bytes, a key {KEY_BYTES}"

@@ -17,6 +17,8 @@ from kvd.tiers.tiering import ASK_S, Tiering
 from kvd.wire import protocol as p
 
 MAX_PAGE = 10000
+MAX_OTHERS = 16
+"""Other namespaces named for one key at most: a thousand tenants may have the same prompt."""
 
 Row = tuple[bytes, int, int, int, str]
 Snapshot = list[tuple[bytes, list[bytes]]]
@@ -114,26 +116,27 @@ async def places(store: Store, tiering: Tiering, namespace: bytes, keys: list[by
 
 async def why(store: Store, tiering: Tiering, m: p.Why) -> p.Answer:
     """The answer to Why: see there. Other namespaces are looked for in the arena whoever made them, in tiers where named."""
-    where, notes = [], []
+    asked = set(m.namespaces)
+    others_asked = [name for name in dict.fromkeys(m.others) if name not in asked]
+    # At once: a tier that must be asked may take its time, and there is a namespace for every rank and cache group.
+    found = await asyncio.gather(*(places(store, tiering, name, m.keys) for name in (*m.namespaces, *others_asked)))
+    where, below = found[: len(m.namespaces)], found[len(m.namespaces) :]
+    notes = []
     for namespace in m.namespaces:
-        where.append(await places(store, tiering, namespace, m.keys))
         asked_for = [namespace + key for key in m.keys]
         told = await asyncio.get_running_loop().run_in_executor(None, store.tombstones.find, asked_for)
         notes.append([[(int(one.fate), one.at_ns, one.place, one.why, one.pid) for one in some] for some in told])
-        await asyncio.sleep(0)
-    asked = set(m.namespaces)
     others: list[list[bytes]] = [[] for _ in m.keys]
     for number, (name, space) in enumerate(list(store.index.spaces.items())):
         if name not in asked:
             for held, key in zip(others, m.keys, strict=True):
-                if key in space.slots:
+                if key in space.slots and len(held) < MAX_OTHERS:
                     held.append(name)
         if not number % 64:
             await asyncio.sleep(0)
-    for name in m.others:
-        if name not in asked:
-            for held, there in zip(others, await places(store, tiering, name, m.keys), strict=True):
-                if there and name not in held:
-                    held.append(name)
+    for name, there in zip(others_asked, below, strict=True):
+        for held, one in zip(others, there, strict=True):
+            if one and name not in held and len(held) < MAX_OTHERS:
+                held.append(name)
     body = {"places": where, "notes": notes, "others": others, "since_ns": store.tombstones.since_ns}
     return p.Info(m.id, body)
