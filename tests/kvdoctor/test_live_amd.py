@@ -106,7 +106,7 @@ def test_the_direct_reason_is_cheap(laid_out: Callable[[str], tuple[Path, dict[s
     started = time.process_time()
     reasons = {api.direct_reason("/nvme/kvd-long", root=case / "root") for _ in range(10)}
     assert (time.process_time() - started) / 10 < 0.05
-    assert reasons == {"AIS is switched off by ais_disabled=1 (module parameter) (ais.param)"}
+    assert reasons == {"AIS: switched off by ais_disabled=1 (module parameter) (ais.param)"}
 
 
 def test_a_mounted_host_without_kmod(laid_out: Callable[[str], tuple[Path, dict[str, Any]]]) -> None:
