@@ -21,7 +21,21 @@ from tests.bench import report
 from tests.bench.measure import Result
 from tests.support.daemon import Daemon
 
-MEASUREMENTS = ("startup", "doctor", "arena", "control", "figures", "disk", "adapters", "serde", "kvtop", "gate", "elastic", "ttft")
+MEASUREMENTS = (
+    "startup",
+    "doctor",
+    "arena",
+    "control",
+    "figures",
+    "disk",
+    "adapters",
+    "serde",
+    "policies",
+    "kvtop",
+    "gate",
+    "elastic",
+    "ttft",
+)
 """Modules of this folder, in the order they run."""
 ARENAS = {"arena": "1GiB", "control": "512MiB"}
 """Those that are given a client of a daemon with an arena of this size; the others bring all they need."""

@@ -7,13 +7,18 @@ The floor of LRU is a cache without end; the floor of the others is LRU, in the 
 
 from collections.abc import Iterator
 
+import numpy as np
+import psutil
+
 from kvd.store.arena import Arena
 from kvd.store.extents import PAGE
+from kvd.store.index import Index
 from kvd.store.leases import Holder
 from kvd.store.retention import NEVER, Retention
 from kvd.store.store import ABSENT, Store
-from tests.bench.measure import Result
+from tests.bench.measure import Result, medians
 from tests.bench.traces import TRACES, Request, mixed
+from tests.support.daemon import Daemon
 
 REQUESTS = 4000
 PARTS = (0.02, 0.05, 0.15)
@@ -61,8 +66,36 @@ def endless_share(trace: list[Request], *, warm: int = 0) -> float:
     return hits / asked
 
 
+def sampling_cost(rounds: int) -> Result:
+    """What `kvd size` adds to a look-up of 1024 keys with its lease, beside all the CPU that the daemon spends on one.
+
+    None of these keys is watched: of a busy daemon's one in thousands is, and no more than 50 uses in a tenth of a second.
+    """
+    keys = [key_of(number) for number in range(1, 1025)]
+    index = Index()
+    space = index.namespace(bytes(32))
+    slots = np.array([index.add(space, key, n, 1, Retention.LONG, NEVER) for n, key in enumerate(keys)], dtype=np.int64)
+    index.sampled[:] = 0
+    (added,) = medians((lambda: 1 in index.sampled[slots].tobytes(),), rounds=rounds)
+    daemon = Daemon(max_bytes="64MiB").start()
+    try:
+        with daemon.client() as client:
+            client.put_many([(key, b"x") for key in keys])
+            process = psutil.Process(daemon.pid)
+            for _ in range(50):  # the first ones shrink the sample
+                client.read(keys).release()
+            before, count = sum(process.cpu_times()[:2]), 100 * rounds
+            for _ in range(count):
+                client.read(keys).release()
+            whole = (sum(process.cpu_times()[:2]) - before) / count
+    finally:
+        daemon.remove()
+    return Result("policies.size.cpu", "kvd size: added to a lease of 1024 keys", added, "s", whole, added / whole, 0.01, True)
+
+
 def measure(*, quick: bool = False) -> Iterator[Result]:
-    """Each trace at three sizes."""
+    """What `kvd size` costs, then each trace at three sizes."""
+    yield sampling_cost(3 if quick else 20)
     requests = REQUESTS // 4 if quick else REQUESTS
     for name, shares in TRACES.items():
         trace = mixed(shares, requests)
