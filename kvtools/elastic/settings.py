@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvtools.config import Setting, resolve
 from kvtools.errors import Refused, UsageError
 from kvtools.segments.files import check_name
+from kvtools.segments.owner import sidecar_name
 from kvtools.segments.pool import is_pool_name
 from kvtools.units import parse_duration, parse_size
 
@@ -39,6 +40,7 @@ def _size(text: str) -> int:
 
 
 def _name(text: str) -> str:
+    sidecar_name(text)  # has to fit too
     if not is_pool_name(check_name(text)):
         raise UsageError(f"not a pool's name: {text!r}", hint="names kvtools.* and *.kvtools mean other files")
     return text

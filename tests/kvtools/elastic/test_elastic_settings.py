@@ -40,6 +40,7 @@ def test_every_setting() -> None:
         ("KVTOOLS_SEGMENT", "kvtools.kvd.x"),
         ("KVTOOLS_SEGMENT", "x.kvtools"),
         ("KVTOOLS_SEGMENT", "x" * 256),
+        ("KVTOOLS_SEGMENT", "x" * 250),  # no room for its sidecar's name
         ("KVTOOLS_LIMIT", "0"),
         ("KVTOOLS_LIMIT", "-1G"),
         ("KVTOOLS_PAGE_SIZE", "2 pages"),
@@ -111,3 +112,14 @@ def test_kvcached_that_is_installed_is_found_and_refused(tmp_path: Path) -> None
     ran = run_python(REGISTER, env={**env, "KVTOOLS_SEGMENT": ""})
     assert ran.rc == 0
     assert "kvtools' elastic pool stays off" in ran.stderr
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.34.0", "main"])
+def test_another_version_of_the_engine_is_refused(tmp_path: Path, version: str) -> None:
+    (tmp_path / "vllm.py").write_text(f"__version__ = {version!r}\n")
+    env = {**BARE, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "KVTOOLS_SEGMENT": "a"}
+    ran = run_python(REGISTER, env=env)
+    last = ran.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"RuntimeError: kvtools: the elastic pool knows vLLM 0.32, 0.33, and this is {version} (unset KVTOOLS_SEGMENT"
+    )
