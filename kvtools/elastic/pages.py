@@ -97,7 +97,12 @@ class PageAllocator:
     @property
     def room(self) -> int:
         """Pages that may still be taken: reserved ones, and those that the limit lets come."""
-        return len(self._reserved) + max(0, min(self.target - self.mapped, len(self._out)))
+        return len(self._reserved) + self.growth
+
+    @property
+    def growth(self) -> int:
+        """Pages without memory that the limit lets come."""
+        return max(0, min(self.target - self.mapped, len(self._out)))
 
     def take(self, count: int) -> list[int]:
         """`count` pages with memory under them, or as many as can be had, at least one.

@@ -50,6 +50,7 @@ class ElasticQueue:
         self._pool = block_pool
         self._manager = manager
         self._ahead = ahead
+        self._had_room = True
         self.evicted = 0
 
     @property
@@ -65,6 +66,17 @@ class ElasticQueue:
         """Make `count` blocks certain, as far as limit and device go: before vLLM asks how many are free."""
         if count > self.certain:
             self._manager.secure(count - self.cached, ahead=self._ahead)
+        self._had_room = count <= self.certain
+
+    @property
+    def free(self) -> int:
+        """What vLLM may count on: the certain blocks, and those of pages that the limit lets come.
+
+        The latter only while the device had room for what was last asked for: vLLM compares this with more than it takes (what
+        it keeps for other requests), and what it takes has been made certain by `prepare`.
+        """
+        room = self._manager.allocator.growth * self._manager.blocks_per_page if self._had_room else 0
+        return self.certain + room
 
     def popleft(self) -> Any:
         return self.popleft_n(1)[0]
@@ -96,11 +108,12 @@ class ElasticQueue:
 
     def append_n(self, blocks: list[Any]) -> None:
         """Cached blocks that their last request gave back. On a page that is drained they are not kept."""
-        draining, per_page = self._manager.draining, self._manager.blocks_per_page
-        if draining:
+        per_page = self._manager.blocks_per_page
+        # A copy: giving blocks up opens pages again, and what was given up may not be put into the queue.
+        if draining := set(self._manager.draining):
             gone = [block for block in blocks if block.block_id // per_page in draining]
-            self._give_up(gone)
             blocks = [block for block in blocks if block.block_id // per_page not in draining]
+            self._give_up(gone)
         super().append_n(blocks)  # type: ignore[misc]
 
     def _give_up(self, blocks: list[Any]) -> None:
@@ -173,7 +186,7 @@ def _queue_class() -> Any:
 
 def _pool_class(base: type) -> type:
     class ElasticBlockPool(base):  # type: ignore[misc]
-        """vLLM's pool: it counts as free what is certain, so that it never promises a block without memory."""
+        """vLLM's pool, with another idea of which blocks are free."""
 
         _resetting = False
 
@@ -190,7 +203,7 @@ def _pool_class(base: type) -> type:
         def get_num_free_blocks(self) -> int:
             if self._resetting:  # asked as "are all others free?", whatever the limit is
                 return int(self.num_gpu_blocks) - self.requested
-            return int(self.free_block_queue.certain)
+            return int(self.free_block_queue.free)
 
         def get_usage(self) -> float:
             allowed = min(self._manager.allocator.target * self._manager.blocks_per_page, self.num_gpu_blocks) - 1

@@ -13,8 +13,10 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -148,6 +150,14 @@ class Engine:
         scheduler = self._engine().engine_core.engine_core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         return [pool.get_num_free_blocks(), pool.num_gpu_blocks]
+
+    def call(self, target: str, **more: Any) -> Any:
+        """Call module:function here, where vLLM is imported already."""
+        import importlib
+
+        sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+        module, _, function = target.partition(":")
+        return getattr(importlib.import_module(module), function)(**more)
 
     def sleep(self, level: int = 1) -> None:
         self.llm.sleep(level)

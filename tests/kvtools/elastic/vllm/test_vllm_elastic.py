@@ -9,7 +9,8 @@ import pytest
 from kvtools.segments import owner, pool
 from kvtools.segments.stats import instance_of_pool, read_stats, stats_name
 from tests.kvtools.elastic.vllm.kernel import physical, resident
-from tests.support.engine import Engine, EngineError, model, prompt
+from tests.support.daemon import MakeDaemon
+from tests.support.engine import TRANSFER, Engine, EngineError, model, prompt
 from tests.support.processes import PREFIX, SHARED_MEMORY, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("segments"), pytest.mark.timeout(240)]
@@ -28,7 +29,8 @@ def elastic(shm_name: Callable[[], str]) -> Iterator[Start]:
 
     def start(folder: Path | None = None, *, env: dict[str, str] | None = None, **arguments: Any) -> tuple[Engine, str]:
         name = shm_name()
-        engine = Engine(folder or model(), transfer=None, env={**PAGES, "KVTOOLS_SEGMENT": name, **(env or {})}, **arguments)
+        arguments = {"transfer": None, **arguments}
+        engine = Engine(folder or model(), env={**PAGES, "KVTOOLS_SEGMENT": name, **(env or {})}, **arguments)
         made.append((engine, name))
         return engine, name
 
@@ -177,6 +179,10 @@ def test_sleep_gives_all_memory_back_and_wake_brings_none_of_the_contents(shared
     wait_until(lambda: pool.read_pool(name).mapped_bytes > 0, what="the segment to say so")
 
 
+def test_a_prefix_that_is_found_has_its_contents_in_any_order_of_calls(shared: tuple[Engine, str]) -> None:
+    shared[0].ask("call", target="tests.kvtools.elastic.vllm.block_machine:run", examples=60)
+
+
 def test_two_engines_cannot_have_one_segment(elastic: Start, shm_name: Callable[[], str]) -> None:
     name = shm_name()
     engine, _ = elastic(env={"KVTOOLS_SEGMENT": name})
@@ -204,3 +210,23 @@ def test_a_tensor_over_memory_that_torch_did_not_make() -> None:
     del tensor
     assert whole[0] == 3
     memory.close()
+
+
+@pytest.mark.real("kvd")
+def test_kvd_refills_what_a_sleep_forgot(elastic: Start, kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    engine, _ = elastic(socket=daemon.socket, transfer=TRANSFER)
+    engine.wait()
+    one = prompt(1000)
+    cold = engine.one(one)
+    own = engine.one(one)
+    assert engine.ask("reset")
+    warm = engine.one(one)
+    assert warm["cached"] == own["cached"] == 992
+    assert same(warm, own), "saved from elastic memory and loaded into it, to the last bit"
+    assert engine.metrics()["vllm:kvd_hit_tokens"] == 992
+    engine.ask("sleep")
+    assert physical(engine.pid) == [0]
+    engine.ask("wake")
+    again = engine.one(one)
+    assert same(again, own if again["cached"] else cold)
