@@ -44,14 +44,14 @@ class Ghost:
     def _resize(self, rows: int) -> None:
         self._rows = rows
         self._prints: npt.NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
-        self._times: npt.NDArray[np.uint64] = np.zeros(rows, dtype=np.uint64)
+        self._times: npt.NDArray[np.uint32] = np.zeros(rows, dtype=np.uint32)
         self._print_of, self._time_of = self._prints.data, self._times.data
 
     def add(self, key: bytes, held: int) -> None:
         """This key has left; `held`: how many values there are, which is how many departures are remembered."""
-        if 2 * held > self._rows:
+        if held > self._rows:
             self._resize(2 * self._rows)  # what it knew is forgotten: it has to learn for the larger arena anyway
-        self._time += 1
+        self._time = self._time + 1 & 0xFFFFFFFF
         places, mark = self._places(key)
         row = min(places, key=self._time_of.__getitem__)
         self._print_of[row] = mark
@@ -61,7 +61,7 @@ class Ghost:
         """Whether it knows the key; it does not any more then."""
         places, mark = self._places(key)
         for row in places:
-            if self._print_of[row] == mark and self._time - self._time_of[row] <= max(held, GHOST_LEAST // 2):
+            if self._print_of[row] == mark and (self._time - self._time_of[row] & 0xFFFFFFFF) <= max(held, GHOST_LEAST // 2):
                 self._print_of[row] = self._time_of[row] = 0
                 return True
         return False
