@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import threading
 import urllib.request
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvgate.launcher import CONNECTOR
 from tests.kvgate.harness import free_port
 from tests.kvgate.process import GateProcess, alive, write
 from tests.support.daemon import Daemon
@@ -53,6 +55,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory, daemon: Daemon) -> Iterator[G
     instances = [_instance(folder, NAME, "llama", device=0), _instance(folder, OTHER, "sliding", device=1)]
     # The first one keeps its cache in kvd, and answers what is asked about it.
     instances[0]["kvd_socket"] = str(daemon.socket)
+    instances[0]["engine_args"] += f" --kv-transfer-config {shlex.quote(CONNECTOR)}"
     instances[0]["engine_env"] += ["VLLM_PLUGINS=kvd", "PYTHONHASHSEED=0"]
     instances[1]["sleep"] = {"auto_sleep_enabled": True, "idle_threshold_seconds": 3, "check_interval_seconds": 0.2}
     process = GateProcess(write(folder, instances=instances, sleep_manager={"auto_sleep_enabled": False, "min_sleep_duration": 0}))
