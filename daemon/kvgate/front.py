@@ -76,7 +76,8 @@ class Front:
         model_path = path in MODEL_PATHS
         inference = model_path or path.startswith(("/v1/models", "/v1/cache/"))
         try:
-            self._gate.guard.check(path, scope["headers"], inference=inference)
+            # What is cached says what others have asked: those paths are an operator's, whatever their shape.
+            self._gate.guard.check(path, scope["headers"], inference=inference and not path.startswith("/v1/cache/"))
             if model_path and scope["method"] == "POST":
                 await self._model_request(scope, receive, send)
             elif model_path:

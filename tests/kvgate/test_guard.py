@@ -156,3 +156,21 @@ async def test_reload_cannot_open_a_gate_that_others_reach(tmp_path: Path) -> No
             gate.reload()
         assert gate.proxy.hide_credentials
         await gate.stop()
+
+
+@pytest.mark.asyncio
+async def test_what_is_cached_is_an_operators_business(tmp_path: Path) -> None:
+    """Whoever may ask what is cached learns what others have asked."""
+    ring(tmp_path)
+    async with FakeEngine() as engine:
+        models = {"tiny": {"host": "127.0.0.1", "port": engine.port}}
+        path = write_config(tmp_path / "models.yaml", models, router={"api_keys": str(tmp_path / "keys")})
+        async with running_gate(path) as client:
+            for key, status in (("b-key", 403), ("a-key", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                for cached in ("/v1/cache/why", "/v1/cache/keys", "/v1/cache/prewarm"):
+                    answer = await client.ask(cached, {"model": "tiny"}, headers=headers)
+                    assert answer[0] == status
+                    assert status == 200 or answer[1]["error"]["code"] == "forbidden"
+                assert (await client.ask("/v1/cache/engine?model=tiny", headers=headers))[0] == status
+                assert (await client.ask("/v1/completions", {"model": "tiny"}, headers=headers))[0] == 200
