@@ -1,7 +1,7 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, doctor, arena, control, figures, disk, adapters, serde,
+    --only NAME    this measurement (repeatable): startup, doctor, arena, control, room, figures, disk, adapters, serde,
                    kvtop, gate, elastic, ttft
     --json         JSON lines only
     --readme       also write the README's block
@@ -26,6 +26,7 @@ MEASUREMENTS = (
     "doctor",
     "arena",
     "control",
+    "room",
     "figures",
     "disk",
     "adapters",

@@ -1,5 +1,7 @@
 """What was measured, kept and shown: results.json for programs, RESULTS.md and the README's block for people.
 
+RESULTS.md ends with profiles.md, which is written by hand: what the time goes into.
+
 The machine is named by what it is (cores, processor, virtual or not, kind of disk), never by where it stands.
 """
 
@@ -90,4 +92,6 @@ def _document(body: dict[str, Any]) -> str:
         f"Written by `python -m tests.bench` on: {body['machine']}; {days[0]} to {days[-1]}. How it is measured: README.\n\n"
         f"{table(body['results'])}\n\n"
         + ("All budgets are met.\n" if not short else "Short of their budget: " + "; ".join(short) + ".\n")
+        + "\n"
+        + (FOLDER / "profiles.md").read_text()
     )

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
 from kvd.errors import Disconnected, Draining, LeaseLost
 from kvd.store.identity import check_key, check_keys, namespace_of
 from kvd.store.retention import Retention, expiry_ns
@@ -355,7 +357,8 @@ class Client:
         request_keys = check_keys(keys)
         patience_ms = self._patience_ms if ask_s is None else int(ask_s * 1000)
         flags = self._again(lambda link: link.call(p.Exists(0, space, request_keys, patience_ms), p.Flags)).flags
-        return list(map(bool, flags))
+        found: list[bool] = np.frombuffer(flags, dtype=np.bool_).tolist()
+        return found
 
     def prefix(
         self,

@@ -1,0 +1,56 @@
+"""Room: what others wait while it is made for a long prefix, and how full a mix of sizes fills the arena.
+
+The longest ping of another client while a pinned prefix of 180 MiB comes up from the disk tier right after the start, beside
+what faulting in as much takes in one piece; and the least share of a 2 GiB arena that is taken when a value of a random mix
+of 4 KiB to 128 MiB is refused (policy `noop`, a part of what is there deleted each time).
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+from tests.bench.measure import Result
+from tests.kvd.service.test_loop_latency import CHUNK, CHUNKS, faulting_s, key, longest_ping_s
+from tests.kvd.store.test_room import scene
+from tests.support.daemon import Daemon
+
+
+def measure(*, quick: bool = False) -> Iterator[Result]:
+    """Waits first."""
+    yield _waiting(2 if quick else 5)
+    yield asyncio.run(_filling(10 if quick else 60))
+
+
+def _waiting(rounds: int) -> Result:
+    daemon = Daemon(max_bytes="512MiB", tier="512MiB")
+    keys = [key(i) for i in range(CHUNKS)]
+    try:
+        with daemon.start().client() as client:
+            assert all(client.put_many([(k, bytes(CHUNK)) for k in keys]))
+            client.flush(timeout_s=60)
+        waits, whole = [], []
+        for _ in range(rounds):
+            daemon.restart()
+            waits.append(longest_ping_s(daemon, lambda client: client.claim(client.prefix(keys, pin_s=20).token or b"").release()))
+            whole.append(faulting_s(CHUNK * CHUNKS))
+    finally:
+        daemon.remove()
+    middle = sorted(wait / least for wait, least in zip(waits, whole, strict=True))[rounds // 2]
+    what = "longest ping while 180 MiB are promoted, beside faulting them in at once"
+    return Result("room.ping", what, sorted(waits)[rounds // 2], "s", sorted(whole)[rounds // 2], middle, 0.33, at_most=True)
+
+
+async def _filling(refusals: int) -> Result:
+    chance = random.Random(1)
+    number = 0
+    full: list[float] = []
+    async with scene(2 << 30, evicting=False) as made:
+        while len(full) < refusals:
+            number += 1
+            if await made.put(number, int(2 ** chance.uniform(12, 27))):
+                continue
+            full.append(made.arena.used_bytes / made.arena.capacity)
+            for victim in chance.sample(sorted(made.sizes), max(1, int(len(made.sizes) * chance.choice((0.02, 0.1, 0.4))))):
+                made.delete(victim)
+    what = f"least of 2 GiB in use when a mix of sizes is refused, {refusals} times"
+    return Result("room.filled", what, min(full), "", 1.0, min(full), 0.9)
