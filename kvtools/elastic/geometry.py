@@ -112,6 +112,9 @@ class PageMemory:
             raise UsageError(f"a cache of {end} bytes does not fit the {memory.size} reserved")
         self.memory = memory
         self.geometry = geometry
+        per_page, blocks = geometry.blocks_per_page, geometry.blocks
+        self._planes = [(p.base, p.stride * per_page, p.base + p.stride * blocks) for p in geometry.planes]
+        """First byte, bytes a page, and end of each plane."""
         self._lock = threading.Lock()
         self._edges: Counter[int] = Counter()
         self.resident: set[int] = set()
@@ -130,7 +133,7 @@ class PageMemory:
             done: list[tuple[int, int, int]] = []
             try:
                 for first, last in _rows(pages):
-                    for i in range(len(self.geometry.planes)):
+                    for i in range(len(self._planes)):
                         self._map_row(first, last, i)
                         done.append((first, last, i))
             except BaseException:
@@ -143,7 +146,7 @@ class PageMemory:
         """Take the memory from under `pages`; those that are not mapped are passed over. Raises DriverError."""
         with self._lock:
             for first, last in _rows(self.resident.intersection(pages)):
-                for i in range(len(self.geometry.planes)):
+                for i in range(len(self._planes)):
                     self._unmap_row(first, last, i)
                 self.resident.difference_update(range(first, last))
 
@@ -166,9 +169,8 @@ class PageMemory:
     def _row(self, first: int, last: int, plane: int) -> tuple[int, int, Counter[int]]:
         """Bytes of pages `[first, last)` in one plane, and how many of them lie on each granule that they do not fill."""
         size = self.memory.granularity
-        geometry = self.geometry
-        base, length = geometry.planes[plane].base, geometry.planes[plane].stride * geometry.blocks_per_page
-        start, end = geometry.runs(first, last)[plane]
+        base, length, whole = self._planes[plane]
+        start, end = base + first * length, min(base + last * length, whole)
         if not (start % size or end % size or length % size):
             return start, end, _NO_EDGES
         edges: Counter[int] = Counter()

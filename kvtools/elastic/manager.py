@@ -66,6 +66,8 @@ class KVCacheManager:
         self.reclaimer: Reclaimer | None = None
         self.limit_bytes = allocator.pages * page_bytes
         self._pinned: int | None = None
+        self._last_page = allocator.pages - 1
+        self._last_capacity = blocks - self._last_page * blocks_per_page
         self._lock: threading.RLock = allocator.lock
         self._reset()
 
@@ -81,7 +83,7 @@ class KVCacheManager:
         self.held = 0
 
     def _capacity(self, page: int) -> int:
-        return min(self.blocks_per_page, self.blocks - page * self.blocks_per_page)
+        return self._last_capacity if page == self._last_page else self.blocks_per_page
 
     # Buckets hold the pages in use that are open to new blocks and have some free, by how many.
     def _bucket(self, page: int, count: int) -> None:
@@ -204,7 +206,7 @@ class KVCacheManager:
     def _settle(self, page: int, before: int, now: int, empty: list[int]) -> None:
         """Page `page` had `before` free blocks and has `now`: put it where it belongs, or among the empty ones."""
         self.held -= now - before
-        full = now == self.blocks_per_page or now == self._capacity(page)
+        full = now == (self._last_capacity if page == self._last_page else self.blocks_per_page)
         if page in self.draining:
             if full:
                 self.draining.discard(page)
@@ -215,7 +217,8 @@ class KVCacheManager:
             self._spare -= before
             empty.append(page)
         else:
-            self._bucket(page, now)
+            self._buckets[now][page] = None
+            self._mask |= 1 << now
             self._spare += now - before
 
     def _vacate(self, pages: Sequence[int]) -> None:
