@@ -21,7 +21,7 @@ from kvd.tiers.adapters.nixl_dynamic import NixlDynamicAdapter
 from kvd.tiers.adapters.nixl_store import MANIFEST, NixlStoreAdapter
 from tests.kvd.adapters.test_conformance import SIZES, body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
-from tests.support.processes import run_cli
+from tests.support.processes import run_cli, run_python
 from tests.support.servers import MotoServer, Server
 
 pytestmark = pytest.mark.real("nixl")
@@ -88,6 +88,54 @@ def test_the_contracts_eviction_counts_files(tmp_path: Path) -> None:
         assert adapter.counters.evictions == 0
         assert put(adapter, 51).ok
         assert adapter.counters.evictions == 11, "a fifth of 51 files"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        CONTRACT,
+        (
+            '{"type": "nixl_store", "backend": "GDS", "backend_params": {"file_path": "/data/nvme/l2", "use_direct_io": "true"},'
+            ' "pool_size": 128}'
+        ),
+        (
+            '{"type": "nixl_store", "backend": "POSIX",'
+            ' "backend_params": {"file_path": "/data/lmcache/l2", "use_direct_io": "false"},'
+            ' "pool_size": 128, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2}}'
+        ),
+        (
+            '{"type": "nixl_store", "backend": "GDS", "backend_params": {"file_path": "/data/nvme/l2", "use_direct_io": "true"},'
+            ' "pool_size": 256, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.9, "eviction_ratio": 0.1}}'
+        ),
+    ],
+)
+def test_every_example_of_the_contract_is_understood(given: str) -> None:
+    (adapter,) = registry.build([registry.parse_spec(given)])
+    assert adapter.type == "nixl_store"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing owner needs root")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_directory_that_may_not_be_written(tmp_path: Path, dynamic: bool) -> None:
+    """As another user: root may write everywhere."""
+    spec: dict[str, Any] = {"type": "nixl_store_dynamic" if dynamic else "nixl_store", "backend": "POSIX"}
+    spec["backend_params"] = {"file_path": ".", **({"max_capacity_gb": 1} if dynamic else {})}
+    spec |= {} if dynamic else {"pool_size": 4}
+    code = (
+        "import os\n"
+        "from kvd.tiers.adapters import registry\n"
+        "from kvd.tiers.adapters.base import AdapterError\n"
+        f"os.chdir({str(tmp_path)!r}); os.setgroups([])\n"
+        f"(adapter,) = registry.build([{spec!r}])\n"
+        "(getattr(adapter, '_transfers', None) or adapter._pool.transfers).open()  # the library lies where only root reads\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "try: adapter.open()\n"
+        "except AdapterError as error: print(error.message)\n"
+    )
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    ran = run_python(code)
+    assert ran.stdout.strip() == f"{spec['type']}: cannot use {tmp_path}: Permission denied", ran.stderr
 
 
 def test_a_daemon_with_the_contracts_pool(tmp_path: Path) -> None:

@@ -215,9 +215,10 @@ class SlotAdapter(Adapter):
 
     def _bounce(self, length: int) -> memoryview:
         """This thread's aligned buffer for values that do not lie aligned in the arena, up to the next block."""
-        if not hasattr(self._local, "bounce"):
-            self._local.bounce = memoryview(mmap.mmap(-1, self.slot_bytes - BLOCK))
-        return self._local.bounce[: -(-length // BLOCK) * BLOCK]  # type: ignore[no-any-return]
+        size = -(-length // BLOCK) * BLOCK
+        if len(getattr(self._local, "bounce", b"")) < max(size, BLOCK):
+            self._local.bounce = memoryview(mmap.mmap(-1, max(size, BLOCK)))
+        return self._local.bounce[:size]  # type: ignore[no-any-return]
 
     def _wipe(self, slot: int) -> None:
         block = self._block()
