@@ -46,6 +46,10 @@ def _daemon_checks(body: Mapping[str, Any]) -> Iterator[Check]:
     if body["quarantine_bytes"]:
         size = format_size(body["quarantine_bytes"])
         yield Check("QUARANTINE", WARN, f"{size} kept apart: their writers went silent")
+    if failed := body.get("tick_errors_total"):
+        yield Check("TICK_ERRORS", ERR, f"periodic work (eviction, expiry, deadlines) has failed {failed} times (the log says how)")
+    if failed := body.get("policy_errors_total"):
+        yield Check("POLICY_ERRORS", WARN, f"a policy failed to answer {failed} times: the default was done (the log says how)")
     if lost := body.get("evictions_unwritten_total"):
         yield Check("EVICTED_UNWRITTEN", WARN, f"{lost} values were evicted before a tier that did not work had taken them")
 

@@ -168,7 +168,7 @@ class Tier:
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._changes = ThreadPoolExecutor(WRITERS, thread_name_prefix=f"kvd-{self.name}-w")
-        self._loads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix=f"kvd-{self.name}-r")
+        self._loads = ThreadPoolExecutor(max(LOAD_THREADS, min(requests, 64)), thread_name_prefix=f"kvd-{self.name}-r")
         self._asks = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix=f"kvd-{self.name}-q")
         self._asking = 0
         self._deaf = False

@@ -46,6 +46,8 @@ def test_all_is_well(daemon: Daemon, body: dict[str, Any]) -> None:
         ("DAEMON_STUCK", status.ERR, {"heartbeat_age_s": 60.0}),
         ("DRAINING", status.WARN, {"draining": 1}),
         ("QUARANTINE", status.WARN, {"quarantine_bytes": 4096}),
+        ("TICK_ERRORS", status.ERR, {"tick_errors_total": 3}),
+        ("POLICY_ERRORS", status.WARN, {"policy_errors_total": 3}),
         ("EVICTED_UNWRITTEN", status.WARN, {"evictions_unwritten_total": 3}),
         ("TIER_DOWN", status.ERR, {"tier": {"breaker_open": 1}}),
         ("TIER_DEGRADED", status.WARN, {"tier": {"parts_down": 1}}),

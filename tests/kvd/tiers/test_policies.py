@@ -311,6 +311,31 @@ def test_registered_names_are_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
         policies.register_store_policy("mine", SkipL1)
 
 
+# ---- periodic work -----------------------------------------------------------------------------------------------------
+
+
+def test_periodic_work_that_fails_is_counted_and_the_rest_goes_on(
+    run: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eviction by watermark raises, again and again: deadlines, figures and puts go on, and once it works again, it works."""
+    daemon, client = run(watermark=0.3, eviction_ratio=0.5)
+    client.put(key(0), value(0))
+
+    def broken(watermark: float) -> None:
+        raise RuntimeError("a defect in eviction")
+
+    with caplog.at_level(logging.ERROR, "kvd"):
+        daemon.ask(lambda: setattr(daemon.store, "_keep_below", broken))
+        wait_until(lambda: client.stats()["tick_errors_total"] >= 4, what="the failures to be counted")
+        assert client.put(key(1), value(1))
+        assert client.get(key(1)) == value(1)
+        assert len([r for r in caplog.records if "periodic work failed" in r.getMessage()]) <= 4  # not ten a second
+    daemon.ask(lambda: delattr(daemon.store, "_keep_below"))
+    for n in range(5):
+        client.put(key(n), value(n, MIB))
+    wait_until(lambda: client.stats()["evictions_ahead_total"] > 0, what="eviction to work again")
+
+
 # ---- many requests at once -----------------------------------------------------------------------------------------------
 
 
