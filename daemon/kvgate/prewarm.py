@@ -14,15 +14,17 @@ request of the model, so an idle model stays idle. Failures: 400 what cannot be 
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvd.errors import KvdError
-from kvd.wire.aclient import AsyncClient
 from kvgate.errors import BadRequest, QueueFull, Unavailable
 from kvgate.router import Router
 from kvtools.errors import KvError
+
+if TYPE_CHECKING:
+    from kvd.wire.aclient import AsyncClient
 
 log = logging.getLogger("kvgate.prewarm")
 
@@ -130,7 +132,7 @@ class Prewarm:
         # The client may leave: what was begun goes on, as without `wait`.
         return 200, {**told, "resident": await asyncio.shield(job)}
 
-    async def _run(self, client: AsyncClient, asked: Asked) -> int:
+    async def _run(self, client: "AsyncClient", asked: Asked) -> int:
         """How many values are in the arena at the end, of all namespaces together."""
         loop = asyncio.get_running_loop()
         end = loop.time() + asked.deadline_s
@@ -148,7 +150,10 @@ class Prewarm:
             log.warning("prewarm for %s broke off after %d values: %s", asked.model, arrived, error)
         return arrived
 
-    def _client(self, socket: str) -> AsyncClient:
+    def _client(self, socket: str) -> "AsyncClient":
+        # Only here: most gates never prewarm by keys, and the client brings numpy.
+        from kvd.wire.aclient import AsyncClient
+
         if socket not in self._clients:
             self._clients[socket] = AsyncClient(socket, threads=MAX_JOBS + 1)
         return self._clients[socket]
