@@ -95,7 +95,7 @@ def test_a_mounted_host_whose_files_are_all_alike(laid_out: LaidOut, make: Calla
     started = time.monotonic()
     facts = api.collect_host(capture / "root", ["/nvme/kvd-long"], deadline_s=2.0)
     report = api.judge(facts)
-    assert time.monotonic() - started < 3.5
+    assert time.monotonic() - started < 20, "a hang would be for ever"
     assert report.verdict != "ready"
     assert "\x1b" not in json.dumps(report.to_json())
 
@@ -138,7 +138,7 @@ def test_a_look_that_does_not_come_back_says_where(monkeypatch: pytest.MonkeyPat
             api.collect_host(tmp_path, [str(tmp_path)], deadline_s=0.2)
     finally:
         end.set()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert caught.value.message == f"the look does not come back from {tmp_path}/etc/os-release within 0.2 s"
 
 

@@ -123,7 +123,7 @@ def test_probing_leaves_no_file(zoo: tuple[Facts, dict[str, str], Report], tmp_p
 def test_a_frozen_file_system_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     needs("mkfs.xfs", "xfs_freeze", "unshare")
     answer = in_mount_namespace("frozen", tmp_path)
-    assert answer["seconds"] < 5
+    assert answer["seconds"] < 20, "the hang itself is for ever"
     facts = Facts.from_json(answer["facts"])
     report = api.judge(facts)
     ice = {item.id: item for item in report.results if item.scope == answer["ice"]}
@@ -143,7 +143,7 @@ def test_a_mount_that_never_answers_costs_its_deadline_and_only_its_own_answer(t
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("needs /dev/fuse")
     answer = in_mount_namespace("dead", tmp_path)
-    assert answer["seconds"] < 5
+    assert answer["seconds"] < 20, "the hang itself is for ever"
     report = api.judge(Facts.from_json(answer["facts"]))
     silent = {item.id: item for item in report.results if item.scope == answer["silent"]}
     healthy = {item.id: item for item in report.results if item.scope == answer["healthy"]}

@@ -183,7 +183,7 @@ def test_the_order_of_a_stop_and_what_never_ends_is_ended_all_the_same(tmp_path:
         process.until(lambda: process.ask("/models")[1]["models"]["one"]["running"] == 1)
         begun = time.monotonic()
         assert process.stop(timeout=30) == 0
-        assert time.monotonic() - begun < 15, "twice the second it has, and some patience with a busy machine"
+        assert time.monotonic() - begun < 25, "twice the second it has, and much patience with a busy machine"
         hanging.join(10)
         told = [line for line in process.log if "kvgate.serve" in line]
         steps = [
