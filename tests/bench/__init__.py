@@ -7,6 +7,8 @@ figures   what keeping the figures costs the daemon
 arena     batches of values through the daemon beside plain copies
 disk      the disk tier beside raw O_DIRECT
 ttft      time to first token: cold, warm from disk, the engine's own cache (needs .venv-vllm)
+connector the connector's saves and loads beside memcpy, without an engine
+throughput   what saving costs an engine (needs .venv-vllm)
 kvtop     what the dashboard costs
 gate      what the gate adds to a request
 startup   what a command costs before it does anything

@@ -2,7 +2,7 @@
 
     --quick        fewer rounds: a look, not a record
     --only NAME    this measurement (repeatable): startup, doctor, arena, control, room, figures, disk, adapters, serde,
-                   kvtop, gate, elastic, ttft
+                   policies, kvtop, gate, elastic, connector, ttft, throughput
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -35,7 +35,9 @@ MEASUREMENTS = (
     "kvtop",
     "gate",
     "elastic",
+    "connector",
     "ttft",
+    "throughput",
 )
 """Modules of this folder, in the order they run."""
 ARENAS = {"arena": "1GiB", "control": "512MiB"}

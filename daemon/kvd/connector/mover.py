@@ -35,16 +35,23 @@ def runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 class HostMover:
     """Copies for an engine whose KV memory is this process's own memory. `buffer`: all of it, as bytes."""
 
+    parallel = True
+    """Several threads may copy at once. (On a device copies belong to their thread's stream.)"""
+
     def __init__(self, buffer: Bytes, layouts: Sequence[GroupLayout]) -> None:
-        self._lanes: list[list[Bytes]] = []
+        self._lanes: list[list[tuple[Bytes, int]]] = []
         for layout in layouts:
-            views = [
-                np.lib.stride_tricks.as_strided(
-                    buffer[lane.offset :], shape=(layout.blocks, lane.length), strides=(lane.stride, 1), writeable=True
-                )
-                for lane in layout.lanes
-            ]
+            views = []
+            for lane in layout.lanes:
+                rest = buffer[lane.offset :]
+                if lane.stride == lane.length:
+                    # Blocks without gaps: a run of them is one copy of plain bytes, the quickest there is.
+                    views.append((rest[: layout.blocks * lane.length], lane.length))
+                else:
+                    shape, strides = (layout.blocks, lane.length), (lane.stride, 1)
+                    views.append((np.lib.stride_tricks.as_strided(rest, shape=shape, strides=strides, writeable=True), 0))
             self._lanes.append(views)
+        self._lengths = [[lane.length for lane in layout.lanes] for layout in layouts]
         self._block_bytes = [layout.block_bytes for layout in layouts]
 
     def value_bytes(self, group: int, blocks: int) -> int:
@@ -53,24 +60,23 @@ class HostMover:
 
     def gather(self, group: int, ids: Sequence[int], into: Any) -> None:
         """Copy these blocks (no zeros) into `into`, a writable buffer of exactly their bytes."""
-        value = np.frombuffer(into, dtype=np.uint8)
-        at = 0
-        found = list(runs(ids))
-        for lane in self._lanes[group]:
-            length = lane.shape[1]
-            part = value[at : at + length * len(ids)].reshape(len(ids), length)
-            for place, first, count in found:
-                np.copyto(part[place : place + count], lane[first : first + count])
-            at += length * len(ids)
+        for place, part in self._pieces(group, ids, np.frombuffer(into, dtype=np.uint8)):
+            np.copyto(part, place)
 
     def scatter(self, group: int, ids: Sequence[int], source: Any) -> None:
         """Copy a value into these blocks; zeros are skipped. `source` has exactly the bytes of `len(ids)` blocks."""
-        value = np.frombuffer(source, dtype=np.uint8)
+        for place, part in self._pieces(group, ids, np.frombuffer(source, dtype=np.uint8)):
+            np.copyto(place, part)
+
+    def _pieces(self, group: int, ids: Sequence[int], value: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+        """What belongs together: a run of blocks in one lane of the memory, and the same bytes in the value."""
         at = 0
         found = list(runs(ids))
-        for lane in self._lanes[group]:
-            length = lane.shape[1]
-            part = value[at : at + length * len(ids)].reshape(len(ids), length)
+        for (lane, dense), length in zip(self._lanes[group], self._lengths[group], strict=True):
             for place, first, count in found:
-                np.copyto(lane[first : first + count], part[place : place + count])
+                part = value[at + place * length : at + (place + count) * length]
+                if dense:
+                    yield lane[first * dense : (first + count) * dense], part
+                else:
+                    yield lane[first : first + count], part.reshape(count, length)
             at += length * len(ids)

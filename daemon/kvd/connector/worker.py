@@ -34,6 +34,8 @@ logger = logging.getLogger("vllm.kvd")
 
 WINDOW_BYTES = 64 << 20
 """Bytes leased at a time in a load and reserved at a time in a save: tiers are read ahead while the window is copied."""
+PARALLEL_BYTES = 8 << 20
+"""From here on a window is copied by two threads: one core does not fill a memory bus, and during a save the engine waits."""
 PINNED_PART = 4
 """A load pins at most this part of the arena ahead of its copying."""
 READ_SLICE_S = 5.0
@@ -109,6 +111,7 @@ class Worker:
         self._load_timeout_s = load_timeout_s
         self._clock = clock
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="kvd-load")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvd-copy")
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._done: list[tuple[Job, LoadFailed | None]] = []
@@ -167,13 +170,32 @@ class Worker:
         sizes = [self._mover.value_bytes(index, len(move.blocks[index])) for move in moves]
         # No waiting for a tier to make room: what finds none is not stored, and the step goes on.
         with client.write(sizes, wait_s=0.0) as lease:
-            for move, view in zip(moves, lease.views, strict=True):
-                self._mover.gather(index, move.blocks[index], view)
+            pairs = zip(moves, lease.views, strict=True)
+            work = [functools.partial(self._mover.gather, index, move.blocks[index], view) for move, view in pairs]
+            self._side_by_side(work, sum(sizes))
             results = lease.commit([move.key for move in moves], namespace=namespace, retention=save.retention, ttl_s=save.ttl_s)
         stored = [size for size, result in zip(sizes, results, strict=True) if result]
         self.counters.add("saves", len(stored))
         self.counters.add("save_bytes", sum(stored))
         self.counters.add("save_failures", len(sizes) - len(stored))
+
+    def _side_by_side(self, work: Sequence[Callable[[], None]], size: int) -> None:
+        """Do these copies on two threads, where that is worth it. None is under way when this returns or raises."""
+        if size < PARALLEL_BYTES or len(work) < 2 or not getattr(self._mover, "parallel", False):
+            for copy in work:
+                copy()
+            return
+        half = len(work) // 2
+        try:
+            helping = self._helper.submit(lambda: [copy() for copy in work[half:]])
+        except RuntimeError:  # shutting down
+            raise KvdError("the engine is shutting down") from None
+        try:
+            for copy in work[:half]:
+                copy()
+        finally:
+            helping.exception()
+        helping.result()
 
     def _windows(self, index: int, moves: Iterable[Move]) -> Iterator[list[Move]]:
         window: list[Move] = []
@@ -241,6 +263,7 @@ class Worker:
         for job in list(self._jobs.values()):
             job.cancelled = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._helper.shutdown(wait=True)
         if self._direct is not None:
             self._direct.shutdown()
         self._save_link.close()
@@ -321,18 +344,25 @@ class Worker:
     def _read(self, index: int, namespace: bytes, moves: Sequence[Move], place: int, client: Any) -> int:
         """Copy the leading moves that are there; how many. Raises LoadFailed when the first one will not come."""
         copied = total = 0
+        work: list[Callable[[], None]] = []
+        strange: LoadFailed | None = None
         with client.read([move.key for move in moves], namespace=namespace, timeout_s=READ_SLICE_S) as lease:
             for move, view in zip(moves, lease.views, strict=True):
                 if view is None:
                     break
                 ids = move.blocks[index]
                 if len(view) != self._mover.value_bytes(index, len(ids)):
-                    raise LoadFailed(f"a chunk has {len(view)} bytes", place + copied, (move.key,))
-                self._mover.scatter(index, ids, view)
+                    # Said when those before it are copied: they count as loaded.
+                    strange = LoadFailed(f"a chunk has {len(view)} bytes", place + copied, (move.key,))
+                    break
+                work.append(functools.partial(self._mover.scatter, index, ids, view))
                 copied += 1
                 total += len(view)
+            self._side_by_side(work, total)
             lease.check()
         self.counters.add("load_bytes", total)
+        if strange is not None:
+            raise strange
         # Nothing came: it is still on its way from a tier (ask again), or it is gone.
         if not copied and not client.exists([moves[0].key], namespace=namespace)[0]:
             raise LoadFailed("a chunk is gone", place, (moves[0].key,))

@@ -363,3 +363,36 @@ def _one_request(one: Bench, model: Scheduler, groups: tuple[Group, ...], reques
 def _content(group: int, index: int) -> int:
     """What the engine computes for block `index` of a prefix: the same for every request here."""
     return 1 + (group * 97 + index * 3) % 250
+
+
+def test_a_chunk_of_another_length_ends_the_load_and_those_before_it_are_there(bench: Any) -> None:
+    one = bench()
+    contents = [one.memory.fill(block, block) for block in (1, 2)]
+    one.worker.save([Save("r", SALT, (Move(key(1), ((1,),)), Move(key(2), ((2,),))))])
+    one.links.load().call(lambda client: client.put(key(3), b"x" * 5000, namespace=salted(one.namespaces[0], SALT)))
+    one.worker.start([Load("q", SALT, tuple(Move(key(n), ((10 + n,),)) for n in (1, 2, 3, 4)))])
+    results = one.outcome()
+    assert results.bad_blocks == {13, 14}
+    for number, content in zip((1, 2), contents, strict=True):
+        np.testing.assert_array_equal(one.memory.block(10 + number), content)
+
+
+def test_large_windows_are_copied_by_two_threads_and_come_back_the_same(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="64MiB")
+    layout = GroupLayout((Lane(0, 1 << 20, 1 << 20), Lane(64 << 20, 1 << 20, 1 << 20)), 64)
+    memory = np.random.default_rng(3).integers(0, 255, 128 << 20, dtype=np.uint8)
+    before = memory.reshape(2, 64, 1 << 20).copy()
+    settings = read_settings({}, {"KVD_SOCKET": str(daemon.socket)})
+    links = Links(settings, Counters())
+    worker = Worker([b"n" * 32], HostMover(memory, [layout]), save_link=links.save(), load_link=links.load())
+    assert wait_up(links.save(), 5)
+    assert wait_up(links.load(), 5)
+    chunks = [tuple(range(1 + 2 * n, 3 + 2 * n)) for n in range(12)]
+    worker.save([Save("r", SALT, tuple(Move(key(n), (ids,)) for n, ids in enumerate(chunks)))])
+    moves = tuple(Move(key(n), (tuple(block + 30 for block in ids),)) for n, ids in enumerate(chunks))
+    worker.start([Load("q", SALT, moves)])
+    wait_until(lambda: "q" in worker.results(()).received)
+    after = memory.reshape(2, 64, 1 << 20)
+    np.testing.assert_array_equal(after[:, 31:55], before[:, 1:25])
+    np.testing.assert_array_equal(after[:, :31], before[:, :31])
+    worker.shutdown()
