@@ -9,11 +9,13 @@ A process leads a session of its own, so that all it starts is one process group
 told by the kernel when the gate dies (PR_SET_PDEATHSIG), also by kill -9, so no engine is left holding a GPU.
 
 `tmux` instead puts the engine into a session `kvgate-NAME` of the user's tmux server, to be looked at by hand; it lives
-until the gate, or the user, ends it.
+until the gate, or the user, ends it. It outlives a gate that is killed, whose successor takes it over.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 import os
 import re
 import signal
@@ -26,6 +28,8 @@ from typing import Protocol
 
 from kvgate.config import ModelConfig
 from kvgate.errors import EngineError
+
+log = logging.getLogger("kvgate.launcher")
 
 # Run between fork and exec of the engine, in an interpreter of its own: asks for the signal, and makes sure that the gate
 # did not die before it asked.
@@ -174,6 +178,32 @@ def _program(word: str, env: Mapping[str, str]) -> str:
     return found
 
 
+MARK = "@kvgate"
+"""The session's option that says whose it is ('PID:START DIGEST'): the gate, and what it was started as."""
+LEFT_S = 10.0
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in clock ticks; '' where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _me() -> str:
+    return f"{os.getpid()}:{_start_of(os.getpid())}"
+
+
+def _lives(owner: str) -> bool:
+    pid, _, start = owner.partition(":")
+    return pid.isdecimal() and bool(start) and _start_of(int(pid)) == start
+
+
+async def _mark(session: str, digest: str) -> None:
+    await _tmux("set-option", "-t", f"={session}:", MARK, f"{_me()} {digest}")
+
+
 class Tmux:
     """An engine in a tmux session."""
 
@@ -185,17 +215,50 @@ class Tmux:
 
     @classmethod
     async def start(cls, name: str, words: Sequence[str], env: Mapping[str, str], base: Mapping[str, str]) -> "Tmux":
-        """Start `words` in session `kvgate-NAME`, which must not exist. Raises EngineError."""
+        """Start `words` in session `kvgate-NAME`, or take over what a gate that was killed left there. Raises EngineError.
+
+        Taken over is only the very same command and environment: it holds a GPU and has a model loaded. Anything else is
+        ended first. A session whose gate is alive is that gate's, and is left alone.
+        """
         session = "kvgate-" + re.sub(r"[^A-Za-z0-9_-]", "-", name)
         found = _program(words[0], env)
         changed = [part for key, value in env.items() if base.get(key) != value for part in ("-e", f"{key}={value}")]
+        digest = hashlib.sha256("\0".join([found, *words[1:], *sorted(changed)]).encode()).hexdigest()[:32]
+        if left := await cls._left(session, digest):
+            return left
         # Several words after the options are run as they are, without a shell.
         await _tmux("new-session", "-d", "-s", session, *changed, "--", found, *words[1:])
         pid = int(await _tmux("display-message", "-p", "-t", f"={session}:", "#{pane_pid}"))
         try:
-            return cls(session, pid, os.pidfd_open(pid))
+            made = cls(session, pid, os.pidfd_open(pid))
         except ProcessLookupError:
             raise EngineError(f"{words[0]} ended at once in tmux session {session}") from None
+        await _mark(session, digest)
+        return made
+
+    @classmethod
+    async def _left(cls, session: str, digest: str) -> "Tmux | None":
+        """What an earlier gate left in `session`, if it is the same engine; another one is ended. Raises EngineError."""
+        try:
+            pid = int((await _tmux("list-panes", "-t", f"={session}:", "-F", "#{pane_pid}")).split()[0])
+            found = cls(session, pid, os.pidfd_open(pid))
+        except (EngineError, ValueError, IndexError, ProcessLookupError):
+            return None  # no such session, no server, or it ends just now
+        owner, _, made_of = (await _tmux("show-options", "-qv", "-t", f"={session}:", MARK)).partition(" ")
+        if owner != _me() and _lives(owner):
+            found.forget()
+            raise EngineError(f"the tmux session {session} belongs to another kvgate (process {owner.partition(':')[0]})")
+        if made_of == digest:
+            log.info("taking over process %d in tmux session %s, which an earlier gate left", pid, session)
+            await _mark(session, digest)
+            return found
+        log.warning("ending process %d in tmux session %s, which is not what is configured", pid, session)
+        await found.end(LEFT_S)
+        return None
+
+    def forget(self) -> None:
+        """Watch it no longer; it runs on."""
+        self._on_exit()
 
     def _on_exit(self) -> None:
         if not self._gone.is_set():

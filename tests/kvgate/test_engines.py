@@ -165,6 +165,38 @@ def test_engine_in_a_tmux_session(tmp_path: Path, tmux_server: None) -> None:
     assert not alive(notes(tmp_path, "o.ne")[1]["pid"])
 
 
+@pytest.mark.real("tmux")
+@pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux: apt-get install tmux")
+def test_a_gate_that_is_killed_leaves_its_tmux_engine_to_the_next_one(tmp_path: Path, tmux_server: None) -> None:
+    one = instance("one", tmp_path, launcher="tmux")
+    config = write(tmp_path, instances=[one])
+    first = GateProcess(config)
+    first.until(lambda: first.state("one") == "awake")
+    (pid,) = [note["pid"] for note in notes(tmp_path, "one")]
+
+    # While it lives, a second gate on the same engines takes nothing from it.
+    second = GateProcess(config)
+    second.until(lambda: "belongs to another kvgate" in "".join(second.log))
+    second.stop()
+    assert alive(pid)
+
+    first.stop(signal.SIGKILL)
+    assert alive(pid), "the session is the user's"
+    third = GateProcess(config)
+    third.until(lambda: third.state("one") == "awake")
+    assert "taking over" in "".join(third.log)
+    assert third.ask("/v1/completions", {"model": "one"})[0] == 200
+    assert len(notes(tmp_path, "one")) == 1, "nothing was loaded again"
+
+    third.stop(signal.SIGKILL)
+    write(tmp_path, instances=[{**one, "engine_env": ["OTHER=1"]}])
+    with_other = GateProcess(config)
+    with_other.until(lambda: with_other.state("one") == "awake" and len(notes(tmp_path, "one")) == 2)
+    assert not alive(pid), "what is not what is configured is ended"
+    assert with_other.stop() == 0
+    assert not alive(notes(tmp_path, "one")[1]["pid"])
+
+
 def test_command_line_and_environment_of_a_vllm_instance(tmp_path: Path) -> None:
     config = write(
         tmp_path,
