@@ -11,10 +11,13 @@ import pytest
 from kvd.store.identity import namespace_of
 from kvd.store.retention import Retention
 from kvd.tiers.adapters import registry
-from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Item, Loaded, Want
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Item, Loaded, Want
 from kvd.tiers.serde.adapter import SerdeAdapter
 from kvd.tiers.serde.buffers import Buffers, rounded
+from kvd.tiers.serde.chain import Chain
+from kvd.tiers.serde.compression import Zstd
 from tests.kvd.serde.test_stages import KEY, OTHER, sample
+from tests.kvd.tiers.ram_tier import RamTier
 
 SPACE = namespace_of("model a")
 CHAIN = [{"type": "zstd", "shuffle": 2}, {"type": "aesgcm", "key": KEY.hex()}]
@@ -161,6 +164,13 @@ def test_a_bad_chain_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(AdapterConfigError, match="serde_buffer_bytes without serde"):
         build(base | {"serde_buffer_bytes": "1GiB"})
     assert not (tmp_path / "fs").exists()
+
+
+def test_an_adapter_that_keeps_no_notes_is_told_apart_at_the_first_value() -> None:
+    adapter = SerdeAdapter(RamTier(), Chain([Zstd()]))
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="does not keep the note"):
+            put(adapter, 1, sample(100))
 
 
 def test_secrets_do_not_show() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
-from kvd.tiers.adapters.base import Adapter, Counters, Durability, Evicted, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.base import Adapter, AdapterError, Counters, Durability, Evicted, Hit, Item, Loaded, Stored, Usage, Want
 from kvd.tiers.serde import frame
 from kvd.tiers.serde.buffers import PAGE, Buffers
 from kvd.tiers.serde.chain import Chain
@@ -48,6 +48,7 @@ class SerdeAdapter(Adapter):
         self.encoded_bytes = 0
         self.keys_unknown = 0
         self._said_unknown = False
+        self._notes_checked = False
 
     @property
     def counters(self) -> Counters:
@@ -111,10 +112,23 @@ class SerdeAdapter(Adapter):
             for i, made, result in zip(fitting, encoded, self.inner.store(encoded) if encoded else [], strict=True):
                 results[i] = result
                 if result.ok:
+                    self._check_notes(made)
                     with self._lock:
                         self.plain_bytes += len(items[i].data)
                         self.encoded_bytes += len(made.data)
         return [results.get(i, Stored(False, "too_large")) for i in range(len(items))]
+
+    def _check_notes(self, item: Item) -> None:
+        """Once: an adapter of somebody's that keeps no notes would lose everything in silence. Raises AdapterError."""
+        if self._notes_checked:
+            return
+        (hit,) = self.inner.lookup([item.identity])
+        if hit is not None and hit.note != item.note:
+            raise AdapterError(
+                f"{self.name}: this adapter does not keep the note of a value, so serde cannot work with it",
+                hint="its Hit must have the note that its Item had (kvd.tiers.adapters.base)",
+            )
+        self._notes_checked = hit is not None
 
     # ---- up ----------------------------------------------------------------------------------------------------------
 
