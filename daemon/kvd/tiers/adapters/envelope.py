@@ -34,9 +34,10 @@ class Head(NamedTuple):
         return Hit(self.length, self.retention, self.expires_ns, self.note)
 
 
-def seal(item: Item) -> bytes:
-    """The envelope of this item."""
-    checksum = xxhash.xxh3_64_intdigest(item.data)
+def seal(item: Item, checksum: int | None = None) -> bytes:
+    """The envelope of this item. `checksum` where it is known already: XXH3-64 of the value."""
+    if checksum is None:
+        checksum = xxhash.xxh3_64_intdigest(item.data)
     body = _FIELDS.pack(MAGIC, item.identity, len(item.data), item.expires_ns, item.retention, checksum, item.note)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 

@@ -83,10 +83,10 @@ class NixlDynamicAdapter(FsAdapter):
                 raise
             return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
-    def _pour(self, fd: int, head: bytes, item: Item) -> None:
+    def _pour(self, fd: int, item: Item) -> None:
         length = len(item.data)
         block = self._block()
-        block[:] = head.ljust(BLOCK, b"\0")
+        block[:] = envelope.seal(item).ljust(BLOCK, b"\0")
         data = item.data
         if self._direct:
             data = item.padded if item.padded is not None else self._bounce(length)
@@ -100,13 +100,13 @@ class NixlDynamicAdapter(FsAdapter):
         finally:
             os.close(again)
 
-    def _draw(self, fd: int, size: int, want: Want) -> envelope.Head | None:
+    def _draw(self, fd: int, size: int, want: Want) -> tuple[envelope.Head | None, bool]:
         length = len(want.into)
         block = self._block()
         if size < BLOCK:
-            return None
+            return None, False
         if size != self._total(length):  # another value: its header says which
-            return envelope.open_head(os.pread(fd, envelope.SIZE, 0))
+            return envelope.open_head(os.pread(fd, envelope.SIZE, 0)), False
         data = want.into
         if self._direct:
             data = want.padded if want.padded is not None else self._bounce(length)
@@ -117,7 +117,8 @@ class NixlDynamicAdapter(FsAdapter):
             os.close(again)
         if self._direct and want.padded is None:
             want.into[:] = data[:length]
-        return envelope.open_head(block)
+        head = envelope.open_head(block)
+        return head, head is not None and envelope.intact(head, want.into)
 
     def describe(self) -> dict[str, object]:
         return {"path": str(self.root), "backend": self._transfers.backend}
