@@ -78,7 +78,7 @@ def set_up(
     if settings.ais == "off":
         return None
     backend = settings.direct_backend or _usual(device)
-    roots = Roots(settings.direct_roots)
+    roots = Roots(settings.direct_roots or ())
     try:
         io = open_io(backend, settings.direct_library)
         try:

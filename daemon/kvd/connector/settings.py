@@ -99,7 +99,7 @@ SETTINGS = [
     Setting(
         "direct_roots",
         _roots,
-        (),
+        None,
         ("KVD_DIRECT_ROOTS", "INFERA_KVD_HIPFILE_ROOTS"),
         help="where this process sees the folders of the daemon's disk tier, by commas (default: where the daemon does)",
     ),
@@ -122,7 +122,7 @@ SETTINGS = [
         _backend,
         "",
         ("KVD_DIRECT_BACKEND",),
-        help="hipfile, cufile or posix, whatever the engine's memory; auto chooses by it",
+        help="what moves the bytes: hipfile, cufile, posix, or auto, which chooses by where the engine's memory is",
     ),
     Setting(
         "direct_library",
@@ -163,7 +163,7 @@ class Settings:
     load_timeout_s: float
     pin_s: float
     ais: str
-    direct_roots: tuple[Path, ...]
+    direct_roots: tuple[Path, ...] | None
     direct_checksum: bool
     direct_staging: int
     direct_backend: str
