@@ -540,3 +540,12 @@ def test_with_gpu_direct_everywhere_chunks_are_large_and_requests_that_waited_ar
     assert one.scheduler.arrived(early).keys.chunk == 4096
     ranks = [RankIdentity((b"n" * 32,), {}, 4096, direct=True), RankIdentity((b"m" * 32,), {}, 256)]
     assert "GPU-direct works for some of them only; set KVD_CHUNK_TOKENS" in one.scheduler.introduce(ranks, 2)
+
+
+def test_a_request_that_may_not_read_a_cache_is_offered_nothing_and_asks_nobody(bench: Any) -> None:
+    """With prompt_logprobs the engine asks all the same and throws the answer away."""
+    one = bench()
+    one.compute(FakeRequest("a", 1000))
+    before = dict(one.client.calls)
+    assert one.scheduler.match(FakeRequest("b", 1000, skip_reading_prefix_cache=True), 0) == 0
+    assert one.client.calls == before

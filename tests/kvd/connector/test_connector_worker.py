@@ -396,3 +396,44 @@ def test_large_windows_are_copied_by_two_threads_and_come_back_the_same(kvd_daem
     np.testing.assert_array_equal(after[:, 31:55], before[:, 1:25])
     np.testing.assert_array_equal(after[:, :31], before[:, :31])
     worker.shutdown()
+
+
+def test_a_load_that_passes_its_deadline_fails_from_where_it_was(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.connector.worker.WINDOW_BYTES", LAYERS * PAGE)  # a chunk a window
+    one = bench(KVD_LOAD_TIMEOUT="30s")
+    for number in range(1, 6):
+        one.memory.fill(number, number)
+    one.worker.save([Save("r", SALT, tuple(Move(key(n), ((n,),)) for n in range(1, 6)))])
+    now = [1000.0]
+    monkeypatch.setattr(one.worker, "_clock", lambda: now[0])
+    scatter = one.memory.mover.scatter
+
+    def slow(*arguments: Any) -> None:
+        scatter(*arguments)
+        now[0] += 11
+
+    monkeypatch.setattr(one.memory.mover, "scatter", slow)
+    one.worker.start([Load("q", SALT, tuple(Move(key(n), ((10 + n,),)) for n in range(1, 6)))])
+    assert one.outcome().bad_blocks == {14, 15}, "three windows fit 30 s"
+    np.testing.assert_array_equal(one.memory.block(13), one.memory.block(3))
+    assert one.worker.report().failed["q"][0] == "the deadline passed"
+
+
+def test_a_lease_that_is_lost_while_it_is_copied_fails_all_of_its_blocks(
+    bench: Any, kvd_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    one = bench(daemon)
+    for number in (1, 2):
+        one.memory.fill(number, number)
+    one.worker.save([Save("r", SALT, tuple(Move(key(n), ((n,),)) for n in (1, 2)))])
+    scatter = one.memory.mover.scatter
+
+    def last(group: int, ids: Any, source: Any) -> None:
+        scatter(group, ids, source)
+        if 12 in ids:
+            daemon.kill9()  # every byte is copied, and nobody can say any more whether they were still those
+
+    monkeypatch.setattr(one.memory.mover, "scatter", last)
+    one.worker.start([Load("q", SALT, tuple(Move(key(n), ((10 + n,),)) for n in (1, 2)))])
+    assert one.outcome().bad_blocks == {11, 12}

@@ -60,6 +60,26 @@ def test_chunks_in_files_survive_engine_and_daemon(kvd_daemon: MakeDaemon, kind:
         assert client.stats()["tiers"][0]["direct_loads_total"] > 0
 
 
+@pytest.mark.parametrize("ais", ["off", "require"])
+def test_blocks_that_a_window_gives_up_within_a_prompt_are_saved_before(kvd_daemon: MakeDaemon, ais: str) -> None:
+    """In a prompt computed in pieces the third gets the first one's blocks of the window: nothing announces it."""
+    daemon = kvd_daemon(max_bytes="64MiB", tier="256MiB")
+    environ = {"KVD_AIS": ais, "KVD_CHUNK_TOKENS": "256", "KVD_DIRECT_STAGING": "64MiB"}
+    pieces = {"max_num_batched_tokens": 512, "enable_chunked_prefill": True, "max_model_len": 2048}
+    one = prompt(1500, 5)
+    with Engine(model("sliding"), daemon.socket, env=environ, **pieces) as first:
+        first.generate([one])
+        own = first.one(one)
+        assert own["cached"] == 1472
+    with daemon.client() as client:
+        client.flush(timeout_s=20)
+    with Engine(model("sliding"), daemon.socket, env=environ, **pieces) as second:
+        warm = second.one(one)
+        assert warm["cached"] == 1472
+        same(warm, own)
+        assert second.metrics()["vllm:kvd_errors"] == 0
+
+
 def test_a_reset_drops_what_is_in_files_too(kvd_daemon: MakeDaemon) -> None:
     daemon = kvd_daemon(max_bytes="64MiB", tier="256MiB")
     one = prompt(600, 3)
