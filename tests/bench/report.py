@@ -82,12 +82,9 @@ def readme_table() -> str:
     if not body:
         return "Nothing was measured yet: `make bench`."
     rows = [row for row in body["results"] if not row["what"].startswith("hits, ")]
-    more = (
-        "\n\nHit rates of the eviction policies, trace by trace: tests/bench/RESULTS.md."
-        if len(rows) < len(body["results"])
-        else ""
-    )
-    return f"Measured on: {body['machine']}.\n\n{table(rows)}{more}"
+    more = "Hit rates of the eviction policies, trace by trace: tests/bench/RESULTS.md."
+    parts = [f"Measured on: {body['machine']}.", table(rows), *([more] if len(rows) < len(body["results"]) else [])]
+    return "\n\n".join(parts)
 
 
 def _document(body: dict[str, Any]) -> str:
