@@ -10,8 +10,8 @@ from typing import Any
 from kvtools.output import table
 from kvtools.units import format_size
 
-FEW = 1000
-"""Uses of watched keys below which the figures are no more than a hint."""
+FEW, FEW_KEYS = 1000, 30
+"""Uses of watched keys, and such keys, below which the figures are no more than a hint."""
 
 
 def curves(body: Mapping[str, Any]) -> dict[str, dict[float, float]]:
@@ -63,5 +63,5 @@ def page(body: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     watched = body.get("size_sampled_keys", 0)
-    hint = "; too few to rely on yet" if uses < FEW else ""
+    hint = "; too few to rely on" if uses < FEW or watched < FEW_KEYS else ""
     yield f"the arena has {format_size(arena)}; estimated from {uses:,} uses of {watched:,} watched keys{hint}"
