@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvtop.daemon import daemon_of, histograms, quantiles
 from kvtop.snapshot import Stats
 from kvtop.views import VIEWS
+from kvtop.views.models import uses
 from tests.kvtop import scenes
 from tests.kvtop.scenes import series
 
@@ -73,3 +74,14 @@ def test_quantiles_rise_and_stay_inside(counts: list[int]) -> None:
 
 def test_histograms_lists_label_sets_without_le() -> None:
     assert histograms(scenes.kvd()) == {"get_seconds": [{}], "tier_load_seconds": [{"tier": "nvme0"}]}
+
+
+def test_a_daemons_namespaces_are_rows_with_what_they_hold_and_hit() -> None:
+    """kvd publishes figures of a namespace as namespace_<figure>{namespace=...}."""
+    names = ("namespace_bytes", "namespace_hits_total", "namespace_misses_total")
+    schema = tuple(series(name, namespace=label) for label in ("9f86d081884c", "other") for name in names)
+    stats = scenes.change(scenes.kvd(1), schema=schema, values=(3 << 30, 90.0, 10.0, 5.0, 0.0, 0.0))
+    found = {use.name: use for use in uses(scenes.model(1, lambda tick: scenes.change(scenes.host(tick), stats=(stats,))))}
+    one = found["9f86d081884c"]
+    assert (one.kind, one.held_bytes, one.hit_ratio) == ("namespace", 3 << 30, pytest.approx(0.9))
+    assert (found["other"].held_bytes, found["other"].hit_ratio) == (5, None)

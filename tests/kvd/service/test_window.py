@@ -1,6 +1,7 @@
 """What a daemon shows over HTTP, and how it is told its settings and where its log goes."""
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -53,6 +54,8 @@ def test_metrics_agree_with_stats_and_readiness_ends_with_draining(kvd_daemon: M
     assert buckets[-1] == 1, "+Inf counts all"
     families = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(families) == len(set(families)), "a family is declared once"
+    names = [re.sub(r"(_bucket|_sum|_count)?[ {].*", "", line) for line in text.splitlines() if not line.startswith("#")]
+    assert [name for name, _ in itertools.groupby(names)] == families, "and its lines stand together, under it"
     assert ask(port, "/healthz") == (200, "ok\n")
     assert ask(port, "/readyz") == (200, "ready\n")
     assert daemon.run("drain").rc == 0
