@@ -1,5 +1,6 @@
 """Whatever clients do or fail to do, what the daemon keeps for them is bounded, and given back."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.errors import NoRoom
 from kvd.wire import protocol as p
 from kvd.wire.client import Client
 from tests.kvd.tiers.ram_tier import InProcess, RamTier, running
@@ -156,10 +158,10 @@ class TestLeavers:
 
     def test_reserves_that_wait_for_room(self, inside: InProcess, tier: RamTier) -> None:
         tier.stores.close()
-        with inside.client(namespace=N, timeout_s=0.2) as client:
-            number = 0
-            while client.put(key(number), b"x" * MIB):
-                number += 1
+        with inside.client(namespace=N) as client, contextlib.suppress(NoRoom):
+            for number in range(100):
+                assert all(client.write([MIB], wait_s=0.1).commit([key(number)]))
+                assert number < 99, "it is never full"
         for _ in range(10):
             leaver = Raw(inside.socket)
             leaver.send(p.Reserve(1, [4 * MIB], 5000))
