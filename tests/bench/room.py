@@ -1,12 +1,17 @@
-"""Room: what others wait while it is made for a long prefix, and how full a mix of sizes fills the arena.
+"""Room: what others wait while it is made for a long prefix or while a tier syncs, and how full a mix of sizes fills the arena.
 
 The longest ping of another client while a pinned prefix of 180 MiB comes up from the disk tier right after the start, beside
 what faulting in as much takes in one piece; and the least share of a 2 GiB arena that is taken when a value of a random mix
-of 4 KiB to 128 MiB is refused (policy `noop`, a part of what is there deleted each time).
+of 4 KiB to 128 MiB is refused (policy `noop`, a part of what is there deleted each time). And the mean of a tiny get at
+random moments while another process puts 16 MiB values and waits for each to be synced, over the same with nobody else there.
 """
 
 import asyncio
 import random
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 from tests.bench.measure import Result
@@ -18,6 +23,7 @@ from tests.support.daemon import Daemon
 def measure(*, quick: bool = False) -> Iterator[Result]:
     """Waits first."""
     yield _waiting(2 if quick else 5)
+    yield _beside_synced_writes(2 if quick else 7)
     yield asyncio.run(_filling(10 if quick else 60))
 
 
@@ -38,6 +44,56 @@ def _waiting(rounds: int) -> Result:
     middle = sorted(wait / least for wait, least in zip(waits, whole, strict=True))[rounds // 2]
     what = "longest ping while 180 MiB are promoted, beside faulting them in at once"
     return Result("room.ping", what, sorted(waits)[rounds // 2], "s", sorted(whole)[rounds // 2], middle, 0.33, at_most=True)
+
+
+SYNCER = """
+import sys
+from kvd.wire.client import Client
+client, data, number = Client(sys.argv[1]), bytes(16 << 20), 0
+for line in sys.stdin:
+    while line.strip() == "go":
+        number += 1
+        assert client.put((number % 8).to_bytes(32, "big"), data, wait="tier").durability == "fsync"
+        if number % 4 == 0:
+            print("done", flush=True)
+            break
+"""
+
+
+def _beside_synced_writes(rounds: int) -> Result:
+    daemon = Daemon("--durability", "fsync", max_bytes="512MiB", tier="1GiB")
+    try:
+        with daemon.start().client() as client:
+            assert client.put(key(1), b"tiny", retention="ephemeral")
+            chance = random.Random(1)
+            syncer = subprocess.Popen(
+                [sys.executable, "-c", SYNCER, str(daemon.socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert syncer.stdin is not None
+            assert syncer.stdout is not None
+
+            def mean(busy: bool) -> float:
+                times: list[float] = []
+                for _ in range(4):
+                    if busy:
+                        print("go", file=syncer.stdin, flush=True)
+                    for _ in range(80):
+                        time.sleep(chance.uniform(0, 0.002))
+                        begun = time.perf_counter()
+                        client.get(key(1))
+                        times.append(time.perf_counter() - begun)
+                    if busy:
+                        assert syncer.stdout is not None
+                        assert syncer.stdout.readline() == "done\n"
+                return statistics.mean(times)
+
+            idle, busy = zip(*[(mean(False), mean(True)) for _ in range(rounds)], strict=True)
+            syncer.communicate()
+    finally:
+        daemon.remove()
+    wait = statistics.median(b - i for b, i in zip(busy, idle, strict=True))
+    what = "mean wait of a tiny get beside synced 16 MiB writes, over idle"
+    return Result("room.synced", what, max(wait, 0.0), "s", statistics.median(idle), max(wait, 0.0) / 0.0005, 1.0, at_most=True)
 
 
 async def _filling(refusals: int) -> Result:
