@@ -6,6 +6,7 @@ never another key's. When everything has settled, what was put last is there.
 
 import contextlib
 import itertools
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -35,9 +36,9 @@ class Shared:
     client: Client
 
     @classmethod
-    def start(cls) -> None:
+    def start(cls, **options: Any) -> None:
         cls.tier = RamTier()
-        cls.daemon = cls.stack.enter_context(running(cls.tier, max_bytes=4 << 20))
+        cls.daemon = cls.stack.enter_context(running(cls.tier, max_bytes=4 << 20, **options))
         cls.client = cls.stack.enter_context(cls.daemon.client(timeout_s=5))
 
 
