@@ -65,6 +65,44 @@ class Allocator(RuleBasedStateMachine):
             self.owner[start + keep : start + keep + tail] = [None] * tail
             self.extents.free(start + keep, tail)
 
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def free_and_take_back(self, data: st.DataObject) -> None:
+        """The last run freed can be claimed before anybody gets it."""
+        start = data.draw(st.sampled_from(sorted(self.runs)))
+        self.extents.merge()
+        self.extents.free(start, self.runs[start])
+        assert self.extents.claim(start, self.runs[start])
+
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        """Exactly a free run, whole, or a beginning of the wilderness; what is neither is refused, and nothing happens."""
+        runs = self.extents.free_runs()
+        if runs:
+            start, pages = data.draw(st.sampled_from(runs))
+            if start != self.extents.top and pages > 1:
+                assert not self.extents.claim(start, pages - 1)
+            assert self.extents.claim(start, pages)
+            assert all(owner is None for owner in self.owner[start : start + pages])
+            self.owner[start : start + pages] = [start] * pages
+            self.runs[start] = pages
+            assert not self.extents.claim(start, pages), "it is taken"
+
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        """Pages above `limit` are free, and not to be had yet."""
+        limit = data.draw(st.integers(self.extents.top, self.extents.pages))
+        self.extents.limit = limit
+        assert self.extents.ready_pages == self.owner[:limit].count(None)
+        while self.extents.ready_pages:
+            start = self.extents.alloc(1)
+            assert start is not None
+            assert start < limit
+            self.owner[start] = start
+            self.runs[start] = 1
+        assert self.extents.alloc(1) is None
+        self.extents.limit = self.extents.pages
+
     @rule()
     def merge(self) -> None:
         """After a merge the free runs are exactly the gaps of the model."""
