@@ -1,17 +1,21 @@
 """What holds for every adapter: values come back exactly or not at all, damage is a counted miss that can be stored again,
 and what is held is counted and can be evicted, also after a restart."""
 
+import contextlib
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.store.identity import Identity
 from kvd.store.retention import Retention
-from kvd.tiers.adapters import envelope
-from kvd.tiers.adapters.base import Adapter, Item, Loaded, Stored, Want
+from kvd.tiers.adapters import envelope, registry
+from kvd.tiers.adapters.base import Adapter, AdapterError, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.kind import Eviction
 from tests.kvd.adapters.subjects import SUBJECTS, Subject
 from tests.support.servers import Server
@@ -320,3 +324,45 @@ def test_loads_and_stores_at_once_never_mix(subject: Subject) -> None:
 
         with ThreadPoolExecutor(16) as threads:
             assert sum(threads.map(work, range(16))) > 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"type": "resp", "host": "127.0.0.1"},
+        {"type": "s3", "bucket": "b", "aws_access_key_id": "a", "aws_secret_access_key": "b"},
+        {"type": "lmcache"},
+        {"type": "hfbucket", "bucket_handle": "hf://buckets/a/b"},
+        {"type": "mooncake_store", "local_hostname": "127.0.0.1"},
+    ],
+    ids=lambda spec: spec["type"],
+)
+def test_a_server_that_accepts_and_says_nothing_holds_up_nobody_who_asks_for_usage(spec: dict[str, Any]) -> None:
+    """Usage is asked for on the event loop: while another thread connects, or waits for an answer, it is there at once."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        where = {"resp": {"port": port}, "s3": {"s3_endpoint": url}, "lmcache": {"remote_url": f"lm://127.0.0.1:{port}"}}
+        where |= {"hfbucket": {"endpoint": url}, "mooncake_store": {"master_server_address": f"127.0.0.1:{port}"}}
+        (adapter,) = registry.build([{**spec, **where[spec["type"]], "timeout": "1s"}])
+        begun = threading.Event()
+
+        def ask() -> None:
+            begun.set()
+            with contextlib.suppress(AdapterError):
+                adapter.lookup([ident(1)])
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        begun.wait()
+        slowest, asked = 0.0, 0
+        until = time.monotonic() + 3.0
+        while thread.is_alive() and time.monotonic() < until:
+            start = time.monotonic()
+            adapter.usage()
+            slowest = max(slowest, time.monotonic() - start)
+            asked += 1
+            time.sleep(0.01)
+        assert asked > 5, "it was not waiting at all"
+        assert slowest < 0.4
+    thread.join(1.0)

@@ -93,7 +93,8 @@ class MooncakeAdapter(Adapter):
         self._max_value = max_value_bytes
         self._clock_ns = clock_ns
         self._gates = {word: threading.BoundedSemaphore((workers or {}).get(word, WORKERS)) for word in OPERATIONS}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the usage: asked for on the event loop, so never held for long
+        self._connecting = threading.Lock()
         self._client: Any = None
         self._closing = False
         self._master = master
@@ -123,8 +124,8 @@ class MooncakeAdapter(Adapter):
             log.warning("%s; serving without it until it answers", error.message)
 
     def close(self, deadline_s: float = 5.0) -> None:
-        with self._lock:
-            self._closing = True
+        self._closing = True
+        with self._connecting:
             client, self._client = self._client, None
         if client is None:
             return
@@ -145,7 +146,7 @@ class MooncakeAdapter(Adapter):
 
     def _pool(self) -> Any:
         """The client, connected. Raises AdapterError while the master is away."""
-        with self._lock:
+        with self._connecting:
             if self._client is None:
                 if self._closing:
                     raise AdapterError(f"{self.name}: closed")

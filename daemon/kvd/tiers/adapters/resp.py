@@ -62,7 +62,8 @@ class RespAdapter(Adapter):
         self._max_value = min(max_value_bytes, MAX_VALUE - envelope.SIZE)
         self._clock_ns = clock_ns
         self._client: redis.Redis | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the usage: asked for on the event loop, so never held for long
+        self._connecting = threading.Lock()
         self._usage = Usage(0, max_bytes, 0)
         self._asked = float("-inf")
 
@@ -75,7 +76,7 @@ class RespAdapter(Adapter):
             log.warning("%s; serving without it until it answers", error.message)
 
     def close(self, deadline_s: float = 5.0) -> None:
-        with self._lock:
+        with self._connecting:
             client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -85,7 +86,7 @@ class RespAdapter(Adapter):
         import redis
 
         try:
-            with self._lock:
+            with self._connecting:
                 if self._client is None:
                     self._client = self._connect()
                 client = self._client
