@@ -1,17 +1,33 @@
 """The copies for KV memory that lies on a GPU: through one staging buffer on the device, in one transfer a chunk.
 
-Saves run on the stream that computed the blocks, so they see what it wrote, and end before `gather` returns: the engine may
-use the blocks again. Loads run on a stream of their own, on the loading thread, and end before the request is reported.
-Device-neutral torch: CUDA, ROCm and XPU alike; without an accelerator (as in tests) everything is simply in order.
+Saves are cut in two. In the step, on the stream that computed the blocks, they are gathered into a staging buffer: so it sees
+what was computed, and the engine may use the blocks again, since what it does next comes later on that stream. An event marks
+its end. On a thread, on a stream of its own that waits for the event, the buffer goes to the host: no step waits for a bus.
+Loads run on streams of their own, on the loading threads, and end before the request is reported.
 
-What this is not yet: pinned memory and overlap. A save holds its step up for as long as the transfer takes.
+Device-neutral torch: CUDA, ROCm and XPU alike; without an accelerator (as in tests) everything is simply in order. Staging of
+saves is bounded; what would be above it is transferred within the step.
 """
 
 import contextlib
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvd.connector.layout import GroupLayout
+
+STAGING_BYTES = 256 << 20
+"""Device memory that saves on their way may take."""
+
+
+@dataclass(eq=False, slots=True)
+class Detached:
+    """A chunk's value on the device, apart from the blocks it was gathered from. `ready`: the event of that, None on a CPU."""
+
+    value: Any
+    size: int
+    ready: Any
 
 
 class DeviceMover:
@@ -28,6 +44,52 @@ class DeviceMover:
             for layout in layouts
         ]
         self._block_bytes = [layout.block_bytes for layout in layouts]
+        self._lock = threading.Lock()
+        self._detached = 0
+
+    def detach(self, group: int, ids: Sequence[int]) -> Detached | None:
+        """Gather these blocks on the device, in the order of this thread's stream, and do not wait; None: no room for that.
+
+        Each is given to `land` or `drop`, once.
+        """
+        size = self.value_bytes(group, len(ids))
+        with self._lock:
+            if self._detached + size > STAGING_BYTES:
+                return None
+            self._detached += size
+        try:
+            value = self.empty(size)
+            self._index(group, ids, value)
+            ready = None
+            if self._device.type != "cpu":
+                ready = self._torch.Event(device=self._device)
+                ready.record(self._torch.accelerator.current_stream(self._device))
+        except BaseException:
+            self._release(size)
+            raise
+        return Detached(value, size, ready)
+
+    def land(self, detached: Detached, into: Any) -> None:
+        """Transfer it to host memory; it is there when this returns. From any thread."""
+        try:
+            with self._own_stream() as stream:
+                if stream is not None:
+                    stream.wait_event(detached.ready)
+                self._torch.frombuffer(into, dtype=self._torch.uint8).copy_(detached.value, non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
+        finally:
+            self.drop(detached)
+
+    def drop(self, detached: Detached) -> None:
+        """Give its memory back. A second call does nothing."""
+        if detached.value is not None:
+            detached.value = None
+            self._release(detached.size)
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._detached -= size
 
     def value_bytes(self, group: int, blocks: int) -> int:
         return self._block_bytes[group] * blocks

@@ -1,9 +1,10 @@
 """The connector in a worker: moves bytes between the engine's KV memory and the daemon's arena.
 
 Saves happen inside `save`, in the step that computed the blocks and before the engine can reuse them: whole blocks are
-copied straight into an extent of the arena and committed. Nothing is held back, no staging copy is made. Loads run on
-threads: a lease is taken, its bytes are copied into the blocks, and only when the lease still stands afterwards are the
-bytes good. A load ends exactly once, good or failed, within its deadline; the engine waits for it.
+copied straight into an extent of the arena and committed. Nothing is held back, no staging copy is made. (From a GPU they
+are gathered on the device within the step, and a thread brings them over.) Loads run on threads: a lease is taken, its
+bytes are copied into the blocks, and only when the lease still stands afterwards are the bytes good. A load ends exactly
+once, good or failed, within its deadline; the engine waits for it.
 
 With one cache group a failure names the blocks from the first chunk that is missing, so that the engine keeps what came
 before; with several groups block ids are ambiguous to the engine and the whole request is reported.
@@ -34,6 +35,8 @@ logger = logging.getLogger("vllm.kvd")
 
 WINDOW_BYTES = 64 << 20
 """Bytes leased at a time in a load and reserved at a time in a save: tiers are read ahead while the window is copied."""
+DETACHED_MOVES = 8
+"""Values that a thread brings to the arena in one go."""
 PARALLEL_BYTES = 8 << 20
 """From here on a window is copied by two threads: one core does not fill a memory bus, and during a save the engine waits."""
 PINNED_PART = 4
@@ -53,6 +56,8 @@ class Mover(Protocol):
     def gather(self, group: int, ids: Sequence[int], into: Any) -> None: ...
 
     def scatter(self, group: int, ids: Sequence[int], source: Any) -> None: ...
+
+    # A mover may also have `detach`, `land` and `drop` (see DeviceMover), and `parallel` (see HostMover).
 
 
 @dataclass(slots=True)
@@ -112,6 +117,7 @@ class Worker:
         self._clock = clock
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="kvd-load")
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="kvd-copy")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="kvd-save")
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._done: list[tuple[Job, LoadFailed | None]] = []
@@ -163,7 +169,7 @@ class Worker:
         self.counters.add("save_known", len(moves) - len(todo))
         if self._direct is not None and self._direct_link is not None and self._direct_link.up:
             todo = self._direct.save(index, namespace, save, todo, self._direct_link)
-        for window in self._windows(index, todo):
+        for window in self._windows(index, self._detach(index, namespace, save, todo)):
             self._save_link.call(functools.partial(self._write, index, namespace, save, window))
 
     def _write(self, index: int, namespace: bytes, save: Save, moves: Sequence[Move], client: Any) -> None:
@@ -174,6 +180,46 @@ class Worker:
             work = [functools.partial(self._mover.gather, index, move.blocks[index], view) for move, view in pairs]
             self._side_by_side(work, sum(sizes))
             results = lease.commit([move.key for move in moves], namespace=namespace, retention=save.retention, ttl_s=save.ttl_s)
+        self._count_saved(sizes, results)
+
+    def _detach(self, index: int, namespace: bytes, save: Save, moves: list[Move]) -> list[Move]:
+        """Where the mover can take values off the blocks at once, let a thread bring them over; what is left for this step."""
+        detach = getattr(self._mover, "detach", None)
+        if detach is None:
+            return moves
+        taken = [(move, detach(index, move.blocks[index])) for move in moves]
+        going = [(move, value) for move, value in taken if value is not None]
+        try:
+            for start in range(0, len(going), DETACHED_MOVES):
+                self._saver.submit(self._bring, namespace, save, going[start : start + DETACHED_MOVES])
+        except RuntimeError:  # shutting down
+            for _, value in going:
+                self._mover.drop(value)  # type: ignore[attr-defined]
+        return [move for move, value in taken if value is None]
+
+    def _bring(self, namespace: bytes, save: Save, going: Sequence[tuple[Move, Any]]) -> None:
+        """On a thread: values that were taken off their blocks, to the arena."""
+
+        def write(client: Any) -> None:
+            with client.write([value.size for _, value in going], wait_s=0.0) as lease:
+                for (_, value), view in zip(going, lease.views, strict=True):
+                    self._mover.land(value, view)  # type: ignore[attr-defined]
+                keys = [move.key for move, _ in going]
+                results = lease.commit(keys, namespace=namespace, retention=save.retention, ttl_s=save.ttl_s)
+            self._count_saved([value.size for _, value in going], results)
+
+        try:
+            self._save_link.call(write)
+        except Exception as error:  # noqa: BLE001 - a thread's edge: whatever it was, a save that fails is a miss later
+            self.counters.add("save_failures", len(going))
+            if isinstance(error, NoRoom | Draining):
+                self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
+            logger.debug("kvd: not saved: %s", error)
+        finally:
+            for _, value in going:
+                self._mover.drop(value)  # type: ignore[attr-defined]
+
+    def _count_saved(self, sizes: Sequence[int], results: Sequence[Any]) -> None:
         stored = [size for size, result in zip(sizes, results, strict=True) if result]
         self.counters.add("saves", len(stored))
         self.counters.add("save_bytes", sum(stored))
@@ -263,6 +309,7 @@ class Worker:
         for job in list(self._jobs.values()):
             job.cancelled = True
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._saver.shutdown(wait=True)
         self._helper.shutdown(wait=True)
         if self._direct is not None:
             self._direct.shutdown()

@@ -4,26 +4,35 @@ Its memory is the host's, so what moves the bytes is plain direct I/O; staging o
 and the stand-in for hipFile and cuFile, whose "device memory" that is.
 """
 
+import threading
 import warnings
 from typing import Any
 
 import pytest
 
+from kvd.connector import device_mover
 from kvd.connector.direct_io import LibraryIO
+from kvd.connector.link import wait_up
+from kvd.connector.metrics import Counters
+from kvd.connector.plan import Load, Move, Save
+from kvd.connector.settings import read_settings
 from kvd.connector.staging import DeviceStaging
 from tests.kvd.connector.gds import StandIn, built, standin
 from tests.kvd.vllm.test_vllm_layouts import DENSE, block, engine
 from tests.support.daemon import MakeDaemon
 from tests.support.engine import Engine, EngineError, model, prompt
+from tests.support.processes import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the engine's imports warn of what its own libraries do
+    import torch
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvd.connector.attach import find_layouts
+    from kvd.connector.attach import Links, find_layouts
     from kvd.connector.device_mover import DeviceMover
     from kvd.connector.groups import groups_of, unit_bytes_of
     from kvd.connector.keys import DIRECT_CHUNK_BYTES, chunk_tokens
+    from kvd.connector.worker import Worker
 
 __all__ = ["built", "standin"]
 
@@ -135,3 +144,52 @@ def test_staging_on_a_device(standin: StandIn, tmp_path: Any, layout: KVCacheLay
     assert len(set(host)) > 200
     assert standin["unregistered"] == 0
     io.close()
+
+
+@pytest.mark.parametrize("room", [1 << 30, 0, 3 * 4 * 1024], ids=["room", "no room", "room for some"])
+def test_a_devices_saves_leave_their_blocks_within_the_step(
+    kvd_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """What is on its way is not what the engine writes into the blocks afterwards, however late the transfer is."""
+    monkeypatch.setattr(device_mover, "STAGING_BYTES", room)
+    config, caches = engine(DENSE, KVCacheLayout.LBHNC)
+    storage, device, layouts = find_layouts(groups_of(config), config, caches)
+    mover = DeviceMover(storage, device, layouts)
+    gate = threading.Event()
+    land = mover.land
+    monkeypatch.setattr(mover, "land", lambda *arguments: gate.wait(20) and land(*arguments))
+    settings = read_settings({}, {"KVD_SOCKET": str(kvd_daemon(max_bytes="16MiB").socket)})
+    counters = Counters()
+    links = Links(settings, counters)
+    worker = Worker([b"n" * 32], mover, save_link=links.save(), load_link=links.load(), counters=counters)
+    assert wait_up(links.save(), 5)
+    assert wait_up(links.load(), 5)
+    before = {name: [block(cache, number) for number in range(9)] for name, cache in caches.items()}
+    moves = [Move(bytes([n]) * 32, ((n,),)) for n in range(1, 5)]
+    worker.save([Save("r", b"s" * 32, tuple(moves))])
+    everything = torch.empty(0, dtype=torch.uint8).set_(storage)
+    everything.zero_()
+    gate.set()
+    wait_until(lambda: counters.values()["saves"] == 4)
+    assert mover._detached == 0
+    worker.start([Load("q", b"s" * 32, tuple(Move(move.key, ((move.blocks[0][0] + 4,),)) for move in moves))])
+    wait_until(lambda: "q" in worker.results(()).received)
+    for name, cache in caches.items():
+        for number in range(1, 5):
+            assert block(cache, number + 4) == before[name][number]
+    worker.shutdown()
+
+
+def test_a_devices_saves_that_fail_give_their_memory_back(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    config, caches = engine(DENSE, KVCacheLayout.LBHNC)
+    storage, device, layouts = find_layouts(groups_of(config), config, caches)
+    mover, counters = DeviceMover(storage, device, layouts), Counters()
+    links = Links(read_settings({}, {"KVD_SOCKET": str(daemon.socket)}), counters)
+    worker = Worker([b"n" * 32], mover, save_link=links.save(), load_link=links.load(), counters=counters)
+    assert wait_up(links.save(), 5)
+    assert daemon.run("drain").rc == 0
+    worker.save([Save("r", b"s" * 32, (Move(b"k" * 32, ((1,),)),))])
+    wait_until(lambda: counters.values()["save_failures"] == 1)
+    worker.shutdown()
+    assert mover._detached == 0
