@@ -123,7 +123,7 @@ def test_a_prefill_engine_keeps_its_prefixes_beside_the_transport(kvd_daemon: Ma
         assert engine.metrics()["vllm:kvd_errors"] == 0
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_consumer_beside_the_transport_stores_nothing(kvd_daemon: MakeDaemon, tmp_path: Path, first: bool) -> None:
     daemon = kvd_daemon(max_bytes="64MiB")
     with Engine(model(), daemon.socket, transfer=beside(tmp_path, "kv_both", "kv_consumer", first=first)) as engine:

@@ -258,6 +258,7 @@ def test_what_another_engine_stored_is_found_and_the_field_that_differs_is_named
     assert "dtype: torch.float32 / torch.bfloat16" in row["differs"]
 
 
+@pytest.mark.slow
 def test_a_prompt_stored_under_another_hash_seed_is_found_by_hashing_it_anew(pair: Pair) -> None:
     # A real engine with another seed stores; this one has never seen the prompt.
     one = prompt(600, 41)
