@@ -24,9 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Item, Stored, Usage
 from kvd.tiers.adapters.fs import sync_file_system
 from kvd.tiers.adapters.kind import Eviction, Field, Kind, mapping, path, size, switch, text, whole, word
+from kvd.tiers.adapters.ledger import Entry, Ledger
 from kvd.tiers.adapters.nixl import BACKENDS, OBJECTS, Transfers
 from kvd.tiers.adapters.slots import BLOCK, Medium, SlotAdapter
 from kvtools.config import read_secret
@@ -168,10 +170,34 @@ def _laid_out(offset: int, buffers: Sequence[memoryview]) -> list[tuple[int, mem
     return rows
 
 
+class Files(Ledger):
+    """Counts the bytes of files too: `used` counts files, for eviction goes by those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file_bytes = 0
+        self.largest = BLOCK
+
+    def add(self, identity: Identity, entry: Entry) -> Entry | None:
+        before = super().add(identity, entry)
+        size = BLOCK + _padded(entry.hit.length)
+        self.file_bytes += size
+        self.largest = max(self.largest, size)
+        return before
+
+    def remove(self, identity: Identity) -> Entry | None:
+        entry = super().remove(identity)
+        if entry is not None:
+            self.file_bytes -= BLOCK + _padded(entry.hit.length)
+        return entry
+
+
 class NixlStoreAdapter(SlotAdapter):
     """Slots that are files; see the module. `file_size` 0: as large as need be."""
 
     type = "nixl_store"
+    ledger = Files
+    _ledger: Files
 
     def __init__(
         self,
@@ -190,7 +216,6 @@ class NixlStoreAdapter(SlotAdapter):
         super().__init__(name, self._pool, stride, where=objects.where if objects else str(folder), eviction=eviction)
         self._file_size = file_size
         self._said = False
-        self._largest = BLOCK
 
     def attach(self, memory: memoryview) -> None:
         self._pool.transfers.attach(memory)
@@ -234,9 +259,8 @@ class NixlStoreAdapter(SlotAdapter):
     def usage(self) -> Usage:
         """Bytes of the files, and of as many of the largest as the pool has (or of `file_size`)."""
         with self._lock:
-            sizes = [BLOCK + _padded(hit.length) for _, hit in self._ledger.items(0)]
-            self._largest = max(self._largest, *sizes, BLOCK)
-            return Usage(sum(sizes), self._slots * (self._file_size or self._largest), len(sizes))
+            held = self._ledger
+            return Usage(held.file_bytes, self._slots * (self._file_size or held.largest), len(held))
 
     def describe(self) -> dict[str, object]:
         backend = self._pool.transfers.backend
