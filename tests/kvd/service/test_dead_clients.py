@@ -122,7 +122,8 @@ def test_a_stopped_reader_keeps_its_pins_until_its_deadline_only(daemon: Daemon,
 
 
 def test_a_dead_writers_extents_are_free_once_it_is_gone(daemon: Daemon, client: Client, other: Any) -> None:
-    before = client.stats()["arena_bytes_used"]
+    before = 25 * PAGE  # the value, and nothing lent ahead any more, which goes back after a second
+    wait_until(lambda: client.stats()["arena_bytes_used"] == before, what="what was lent ahead to come back")
     writer = other("write")
     assert client.stats()["arena_bytes_used"] == before + 4 * MIB
     writer.kill()
