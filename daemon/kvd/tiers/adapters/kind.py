@@ -188,7 +188,7 @@ def number(least: float, most: float) -> Parse:
         except (TypeError, ValueError):
             made = float("nan")
         if not least <= made <= most:
-            raise UsageError(f"not a number from {least:g} to {most:g}: {value!r}")
+            raise UsageError(f"not a number from {least:.15g} to {most:.15g}: {value!r}")
         return made
 
     return parse
