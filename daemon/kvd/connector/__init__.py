@@ -18,6 +18,7 @@
     staging       buffers between blocks and files
     fingerprint   what must match for bytes to be reusable: the namespace
     attach        how a worker gets hold of the engine's memory and of the daemon
+    pinning       the arena as pinned memory, where KV memory is on a GPU
     plugin        the entry point that makes the connector's name known to vLLM
     prometheus    the counters in vLLM's /metrics
     view          what must be known of an engine to find what it stored

@@ -18,6 +18,7 @@ from kvd.connector.layout import GroupLayout, View, group_layout
 from kvd.connector.link import Link
 from kvd.connector.metrics import Counters
 from kvd.connector.mover import HostMover
+from kvd.connector.pinning import Pinner, pinner_for
 from kvd.connector.plan import RankIdentity
 from kvd.connector.settings import Settings
 from kvd.connector.worker import READ_SLICE_S, Mover, Worker
@@ -37,6 +38,7 @@ class Links:
         self._settings = settings
         self._counters = counters
         self._made: dict[str, Link] = {}
+        self._pinner: Pinner | None = None
 
     def lookup(self) -> Link:
         return self._link("lookup", self._settings.lookup_timeout_s)
@@ -56,13 +58,24 @@ class Links:
         """For comparing facts with the last engine, in the background: nobody waits for it."""
         return self._link("facts", FACTS_TIMEOUT_S)
 
+    def pin_for(self, device: Any) -> None:
+        """From now on pin what connections map, where KV memory is on a GPU. To be called before they are made."""
+        self._pinner = pinner_for(device)
+
     def daemon_expected(self) -> bool:
         """Whether something stands where the daemon's socket would: worth waiting for."""
         return Path(self._settings.socket or default_socket()).exists()
 
     def close(self) -> None:
+        if self._pinner is not None:
+            self._pinner.close()
         for link in self._made.values():
             link.close()
+
+    def _lost(self, name: str) -> None:
+        self._counters.add("down")
+        if self._pinner is not None:
+            self._pinner.unpin(name)
 
     def _link(self, name: str, timeout_s: float) -> Link:
         link = self._made.get(name)
@@ -76,12 +89,14 @@ class Links:
                     if name in {"save", "direct"}:
                         # Maps the arena for writing now: it takes a second connection, which no step should wait for.
                         client.write([]).abort()
+                    if self._pinner is not None and name in {"save", "load"}:
+                        self._pinner.pin_soon(name, client)
                 except BaseException:
                     client.close()
                     raise
                 return client
 
-            link = self._made[name] = Link(name, connect, on_loss=lambda: self._counters.add("down"))
+            link = self._made[name] = Link(name, connect, on_loss=lambda: self._lost(name))
             link.start()
         return link
 
@@ -107,6 +122,7 @@ def attach_worker(
         return RankIdentity(problem=str(problem)), None
     replicas = max(1, getattr(kv_cache_config, "kv_tp_replicas", 1))
     mover = make_mover(storage, device, layouts)
+    links.pin_for(device)
     unit = unit_of(groups)
     # Stages of a pipeline have different layers, and chunks of one size for all: there the size is not made to measure.
     unit_bytes = unit_bytes_of(kv_cache_config, groups) if vllm_config.parallel_config.pipeline_parallel_size == 1 else 0
