@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.errors import DeadlinePassed, Draining, KvdError, NoRoom
-from kvd.store.extents import pages_of
 from kvd.wire import protocol as p
 from kvd.wire.connection import Connection, Waiter
 
@@ -64,10 +63,31 @@ class Ahead:
                     return serial, offset
             return None
 
+    def take_many(self, pages: Sequence[int], now: float) -> list[tuple[int, int] | None]:
+        """`take` for each, None where there is none."""
+        taken: list[tuple[int, int] | None] = []
+        with self.lock:
+            self.used_s = now
+            for count in pages:
+                ready = self.extents.get(count)
+                while ready:
+                    serial, offset, until = ready.pop()
+                    if now < until:
+                        taken.append((serial, offset))
+                        break
+                else:
+                    taken.append(None)
+        return taken
+
     def put(self, sizes: Sequence[int], answer: p.Committed, until: float) -> None:
+        extents = self.extents
         with self.lock:
             for size, serial, offset in zip(sizes, answer.serials, answer.offsets, strict=False):
-                self.extents.setdefault(pages_of(size), []).append((serial, offset, until))
+                pages = size + 4095 >> 12 or 1
+                ready = extents.get(pages)
+                if ready is None:
+                    ready = extents[pages] = []
+                ready.append((serial, offset, until))
 
     def put_one(self, pages: int, serial: int, offset: int, until: float) -> None:
         with self.lock:
@@ -239,15 +259,10 @@ class Putter:
 
     def _room(self, batch: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
         """((item, serial, offset) of those that have room, the others). At least one has."""
-        now = time.monotonic()
-        ready: list[tuple[int, int, int]] = []
-        lacking: list[int] = []
-        for i in batch:
-            extent = self.ahead.take(pages_of(len(self.views[i])), now)
-            if extent is None:
-                lacking.append(i)
-            else:
-                ready.append((i, *extent))
+        views = self.views
+        taken = self.ahead.take_many([len(views[i]) + 4095 >> 12 or 1 for i in batch], time.monotonic())
+        ready = [(i, *extent) for i, extent in zip(batch, taken, strict=True) if extent is not None]
+        lacking = [i for i, extent in zip(batch, taken, strict=True) if extent is None]
         if not lacking or ready:
             return ready, lacking
         lent = self.link.call(p.Reserve(0, [len(self.views[i]) for i in lacking], int(self.client.timeout_s * 900)), p.Lent)
