@@ -100,8 +100,10 @@ def test_a_reset_drops_what_is_in_files_too(kvd_daemon: MakeDaemon) -> None:
 
 def test_an_engine_that_requires_what_is_not_there_does_not_start(kvd_daemon: MakeDaemon) -> None:
     daemon = kvd_daemon(max_bytes="64MiB")
+    refused = Engine(model(), daemon.socket, env={"KVD_AIS": "require"})
     with pytest.raises(EngineError, match=r"KVD_AIS=require, but GPU-direct \(posix\) does not work here.*no_tier"):
-        Engine(model(), daemon.socket, env={"KVD_AIS": "require"}).wait()
+        refused.wait()
+    refused.stop()
 
 
 def test_both_sides_compute_one_size_of_chunks() -> None:
