@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError
 from kvd.tiers.adapters.kind import Field, Kind, gib, path, size
 from kvd.tiers.adapters.raw_block import own
@@ -44,12 +45,12 @@ class MapMedium(Medium):
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
-            buffer[:] = self._view[offset : offset + len(buffer)]
+            envelope.copy(buffer, self._view[offset : offset + len(buffer)])
             offset += len(buffer)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for buffer in buffers:
-            self._view[offset : offset + len(buffer)] = buffer
+            envelope.copy(self._view[offset : offset + len(buffer)], buffer)
             offset += len(buffer)
 
     def sync(self) -> None:

@@ -14,6 +14,7 @@ import xxhash
 
 from kvd.store.identity import Identity
 from kvd.store.retention import expired
+from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, Capabilities, Hit, Item, Loaded, Stored, Usage, Want
 from kvd.tiers.adapters.kind import Eviction, Field, Kind, gib, number, seconds, whole
 from kvd.tiers.adapters.ledger import Entry, Ledger
@@ -130,7 +131,7 @@ class MockAdapter(Adapter):
             self.counters.corruptions += 1
             self.delete([want.identity])
             return Loaded.CORRUPT
-        want.into[:] = data
+        envelope.copy(want.into, data)
         self.counters.hits += 1
         self.counters.load_bytes += len(data)
         return Loaded.OK

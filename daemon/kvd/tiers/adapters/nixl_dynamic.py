@@ -91,7 +91,7 @@ class NixlDynamicAdapter(FsAdapter):
         if self._direct:
             data = item.padded if item.padded is not None else self._bounce(length)
             if item.padded is None:
-                data[:length] = item.data
+                envelope.copy(data[:length], item.data)
                 data[length:] = bytes(len(data) - length)
         os.posix_fallocate(fd, 0, self._total(length))  # a full file system says so here, in words
         again = self._reopened(fd, os.O_RDWR)
@@ -116,7 +116,7 @@ class NixlDynamicAdapter(FsAdapter):
         finally:
             os.close(again)
         if self._direct and want.padded is None:
-            want.into[:] = data[:length]
+            envelope.copy(want.into, data[:length])
         head = envelope.open_head(block)
         return head, head is not None and envelope.intact(head, want.into)
 

@@ -246,7 +246,7 @@ class RespAdapter(Adapter):
         data = memoryview(answer)[envelope.SIZE :]
         if not envelope.intact(head, data):
             return Loaded.CORRUPT
-        want.into[:] = data
+        envelope.copy(want.into, data)
         return Loaded.OK
 
     def delete(self, identities: Sequence[Identity]) -> int:

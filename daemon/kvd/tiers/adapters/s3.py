@@ -114,7 +114,7 @@ class S3Adapter(ObjectAdapter):
         data = raw[envelope.SIZE :]
         if not envelope.intact(head, data):
             return Loaded.CORRUPT
-        want.into[:] = data
+        envelope.copy(want.into, data)
         return Loaded.OK
 
     def _lengths(self, identities: Sequence[Identity]) -> Sequence[int | Exception | None]:

@@ -317,7 +317,7 @@ class SlotAdapter(Adapter):
         data = item.padded
         if data is None and length:
             data = self._bounce(length)
-            data[:length] = item.data
+            envelope.copy(data[:length], item.data)
             data[length:] = bytes(len(data) - length)
         self._medium.write(self._offset(slot), [block, data] if data is not None else [block])
 
@@ -376,7 +376,7 @@ class SlotAdapter(Adapter):
         if found is None or found[1].identity != want.identity or not envelope.intact(found[1], data[:length]):
             return False
         if want.padded is None:
-            want.into[:] = data[:length]
+            envelope.copy(want.into, data[:length])
         return True
 
     def delete(self, identities: Sequence[Identity]) -> int:
