@@ -117,7 +117,6 @@ def stopped(place: Place, number: signal.Signals, *, after: str = "", seconds: f
 @pytest.mark.parametrize(
     ("number", "after", "twice"),
     [
-        (signal.SIGHUP, "arena put, 64 KiB ...", False),
         (signal.SIGTERM, "arena get, 64 KiB, 2 clients", True),
         (signal.SIGINT, "disk store", True),
     ],

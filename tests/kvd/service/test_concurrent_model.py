@@ -172,7 +172,7 @@ def run(daemon: Daemon, examples: int) -> None:
 
 
 def test_clients_under_eviction(daemon: Daemon) -> None:
-    run(daemon, 12)
+    run(daemon, 8)
 
 
 @pytest.mark.slow

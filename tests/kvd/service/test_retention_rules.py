@@ -28,7 +28,7 @@ TIERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=["disk", "fs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("raw_block", "dax"))])
+@pytest.fixture(params=["disk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fs", "raw_block", "dax"))])
 def daemon(request: pytest.FixtureRequest, kvd_daemon: MakeDaemon, tmp_path: Path) -> Daemon:
     for name in ("slots", "dax"):
         with (tmp_path / name).open("wb") as file:

@@ -278,6 +278,7 @@ def flat(levels: list[int]) -> None:
     assert late - early < GROWTH, f"{early / MIB:.1f} MiB became {late / MIB:.1f} MiB: {[level >> 20 for level in levels]}"
 
 
+@pytest.mark.slow
 def test_a_short_soak(kvd_daemon: MakeDaemon, place: Path) -> None:
     done = soak(kvd_daemon, place, 4, random.SystemRandom().randrange(1 << 30), lambda text: None)
     assert min(done["read"], done["stored"], done["written"]) > 0, f"nothing was done: {done}"
