@@ -165,11 +165,15 @@ class KVCacheManager:
                 self._mask = mask & ~(1 << size)
             stack = self._free[page]
             kept = size - left if size > left else 0
-            blocks = stack[: kept - 1 if kept else None : -1]
-            del stack[kept:]
-            for block in blocks:
+            if left == 1:
+                taken.append(block := stack.pop())
                 held[block] = 1
-            taken += blocks
+            else:
+                blocks = stack[: kept - 1 if kept else None : -1]
+                del stack[kept:]
+                for block in blocks:
+                    held[block] = 1
+                taken += blocks
             if kept:
                 buckets[kept][page] = None
                 self._mask |= 1 << kept

@@ -56,6 +56,8 @@ def show(value: float, unit: str) -> str:
     """A measured value for people."""
     if unit == "B/s":
         return format_rate(value)
+    if unit == "s" and value < 1e-5:
+        return f"{value * 1e6:.2g} us"
     if unit == "s":
         return format_duration(value)
     if unit == "keys/s":
