@@ -123,6 +123,14 @@ def machine(daemon: Daemon) -> type[RuleBasedStateMachine]:
     clients = [daemon.client(timeout_s=20) for _ in range(CLIENTS)]
     known: dict[Who, Known] = {(space, key): Known() for space in SPACES for key in KEYS}
 
+    # More than the arena holds, so that everything below happens under eviction and promotion.
+    for (space, key), one in known.items():
+        assert clients[0].put(key, proof.value(key, 1, max(SIZES)), namespace=space)
+        one.tried = one.acknowledged = 1
+    clients[0].flush(timeout_s=20)
+    for space, key in known:
+        assert clients[0].get(key, namespace=space) is not None
+
     class Concurrent(RuleBasedStateMachine):
         @initialize()
         def begin(self) -> None:
