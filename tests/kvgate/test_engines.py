@@ -183,8 +183,8 @@ def test_a_gate_that_is_killed_leaves_its_tmux_engine_to_the_next_one(tmp_path: 
     first.stop(signal.SIGKILL)
     assert alive(pid), "the session is the user's"
     third = GateProcess(config)
+    third.until(lambda: "taking over" in "".join(third.log))
     third.until(lambda: third.state("one") == "awake")
-    assert "taking over" in "".join(third.log)
     assert third.ask("/v1/completions", {"model": "one"})[0] == 200
     assert len(notes(tmp_path, "one")) == 1, "nothing was loaded again"
 
