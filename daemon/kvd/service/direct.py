@@ -16,6 +16,7 @@ import heapq
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 from kvd.service.server import Connection
@@ -62,6 +63,15 @@ class Lease:
     extents: list[DirectExtent] = field(default_factory=list)
 
 
+def _root(path: Path) -> Root:
+    """A folder by name, device and inode; by zeros, which no client finds, where it is away (one of a stripe may be)."""
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path), 0, 0
+    return str(path), status.st_dev, status.st_ino
+
+
 class DirectDesk:
     """All loans and leases of one daemon. `lease_s`: how long each lasts."""
 
@@ -84,7 +94,7 @@ class DirectDesk:
         if self._roots is None:
             tier = self._tier()
             paths = tier.adapter.direct_roots() if tier is not None else []
-            self._roots = [(str(path), status.st_dev, status.st_ino) for path in paths for status in [path.stat()]]
+            self._roots = [_root(path) for path in paths]
         return self._roots
 
     @property

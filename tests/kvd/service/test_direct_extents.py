@@ -7,11 +7,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from kvd.errors import Draining, LeaseLost, ProtocolError
+from kvd.service.direct import DirectDesk
+from kvd.tiers.adapters.base import Capabilities
 from kvd.wire import protocol as p
 from kvd.wire.client import Client
 from kvd.wire.direct import Extent
@@ -266,21 +270,29 @@ def test_not_more_than_a_part_of_the_tier_is_lent_at_a_time(client: Client) -> N
     assert client.direct_write([KEYS[0]], [4 << 20]).reasons == [""]
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        p.DirectReserve(1, b"n" * 32, KEYS[:1], [], 3),
-        p.DirectReserve(1, b"n" * 32, KEYS[:1], [-1], 3),
+def test_requests_that_cannot_be_meant_are_refused(client: Client) -> None:
+    space, one = b"n" * 32, KEYS[:1]
+    strange = [
+        p.DirectReserve(1, space, one, [], 3),
+        p.DirectReserve(1, space, one, [-1], 3),
         p.DirectReserve(1, b"n" * 31, [b"k" * 33], [SIZE], 3),
-        p.DirectReserve(1, b"n" * 32, KEYS[:1], [SIZE], 9),
-        p.DirectReserve(1, b"n" * 32, [b"k" * 32] * 1025, [SIZE] * 1025, 3),
+        p.DirectReserve(1, space, one, [SIZE], 9),
+        p.DirectReserve(1, space, [b"k" * 32] * 1025, [SIZE] * 1025, 3),
         p.DirectCommit(1, [1], [b"short"]),
         p.DirectCommit(1, [1], [b"c" * 16] * 2),
         p.DirectHold(1, b"n" * 31, [b"k" * 33]),
-    ],
-    ids=str,
-)
-def test_a_request_that_cannot_be_meant_is_refused(client: Client, request_: p.Request) -> None:
-    with pytest.raises(ProtocolError):
-        client.connect().call(request_, p.Done)
+    ]
+    client.direct_write(KEYS[:1], [SIZE]).abort()  # this connection may write
+    for request in strange:
+        with pytest.raises(ProtocolError):
+            client.connect().call(request, p.Done)
     assert client.ping() > 0
+
+
+def test_a_folder_of_a_stripe_that_is_away_is_a_root_that_nobody_finds(tmp_path: Path) -> None:
+    adapter = SimpleNamespace(capabilities=Capabilities(direct_extents=True), direct_roots=lambda: [tmp_path / "away", tmp_path])
+    tiering: Any = SimpleNamespace(tiers=[SimpleNamespace(adapter=adapter)])
+    store: Any = None
+    away, there = DirectDesk(store, tiering, lease_s=30.0).roots()
+    assert away == (str(tmp_path / "away"), 0, 0)
+    assert there == (str(tmp_path), tmp_path.stat().st_dev, tmp_path.stat().st_ino)
