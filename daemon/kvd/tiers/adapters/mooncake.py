@@ -12,8 +12,8 @@ Three of the client's habits would break promises and are met here. A put under 
 success: what is there is removed first, by force, since the master keeps what was read lately. An object that is removed
 while it is read gives bytes of whatever took its place: what fails its checksum is read once more before it is called
 damaged. And calls to a master that is away wait for minutes: `timeout` bounds each, a transfer that makes no progress is
-cut off with its connection (so nothing arrives later in a buffer that was given back), and a master that does not even
-accept a connection is not asked.
+cut off with its connection (so nothing arrives later in a buffer that was given back), a master that does not even accept a
+connection is not asked, and one that accepts and says nothing is found out by another process.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ import mmap
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +63,8 @@ STEP = 512
 """Objects in one call of the client."""
 USAGE_S = 2.0
 REACH_S = 2.0
+TRIAL_S = 10.0
+"""What a trial may take beside the master's own time: a Python that starts on a busy machine."""
 WORKERS = 16
 OPERATIONS = ("lookup", "retrieve", "store", "delete")
 
@@ -493,12 +497,37 @@ def _environment(timeout: float, host: str) -> None:
         os.environ.setdefault(name, str(value))
 
 
+TRIAL = """
+import os, sys, mooncake.store
+os._exit(bool(mooncake.store.MooncakeDistributedStore().setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", sys.argv[1])))
+"""
+
+
+def _try_out(master: str, timeout: float) -> None:
+    """Set a client up in a process of its own, as a trial. Raises OSError where that does not work in time.
+
+    Alone of all its calls, the client's set-up keeps the interpreter's lock while it waits for the master: one that hangs would
+    stop the whole daemon meanwhile.
+    """
+    command = [sys.executable, "-c", TRIAL, master]
+    environment = {**os.environ, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
+    null = subprocess.DEVNULL
+    limit = 2 * timeout + TRIAL_S
+    try:
+        ended = subprocess.run(command, check=False, env=environment, timeout=limit, stdin=null, stdout=null, stderr=null)
+    except subprocess.TimeoutExpired:
+        raise OSError("it does not answer") from None
+    if ended.returncode:
+        raise OSError("it does not answer, or is no master of Mooncake's")
+
+
 def _connector(name: str, values: dict[str, Any]) -> Callable[[], Any]:
     host, port = values["master_server_address"]
 
     def connect() -> Any:
         """Raises OSError while the master is away or refuses us."""
         socket.create_connection((host, port), timeout=values["timeout"]).close()
+        _try_out(f"{host}:{port}", values["timeout"])
         client = load_library(name).MooncakeDistributedStore()
         code = client.setup(
             values["local_hostname"],
