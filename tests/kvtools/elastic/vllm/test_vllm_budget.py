@@ -13,7 +13,7 @@ from tests.kvtools.elastic.vllm.test_vllm_elastic import PAGES, PROMPTS, limit, 
 from tests.support.engine import Engine, model
 from tests.support.processes import SHARED_MEMORY, Ran, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("segments"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm"), pytest.mark.real("segments"), pytest.mark.timeout(400)]
 
 PAGE = 1 << 20
 
