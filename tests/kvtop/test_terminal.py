@@ -49,9 +49,12 @@ class Tmux:
     def screen(self, *options: str) -> str:
         return self.run("capture-pane", "-p", *options)
 
-    def until(self, text: str, timeout_s: float = 15.0) -> str:
+    def until(self, text: str, timeout_s: float = 40.0) -> str:
         """The screen, once it matches."""
-        wait_until(lambda: re.search(text, self.screen()), timeout_s=timeout_s, what=f"{text!r} on the screen:\n{self.screen()}")
+        try:
+            wait_until(lambda: re.search(text, self.screen()), timeout_s=timeout_s, what=f"{text!r} on the screen")
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{self.screen()}") from None
         return self.screen()
 
     def left(self) -> int:
@@ -125,7 +128,11 @@ def test_a_live_host_on_a_real_terminal(terminal: Callable[[int, int], Tmux], sh
         screen.until("its engine died")
 
         # A limit, typed and answered on the real terminal, is in the real segment.
-        screen.keys("2", "/", "e", "n", "g", "i", "n", "e", "-", "b", "Enter")
+        screen.keys("2")
+        screen.until("PREALLOC")
+        screen.keys("/")
+        screen.until(r"(?m)^ ?/$")  # the line to type into is there: on a busy machine that takes a moment
+        screen.keys("e", "n", "g", "i", "n", "e", "-", "b", "Enter")
         screen.until("1 of 3")
         screen.keys("l")
         screen.until("limit of engine-b")

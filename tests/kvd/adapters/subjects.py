@@ -21,7 +21,8 @@ from kvd.tiers.adapters.disk.format import EXTENT_MAGIC, extent_bytes
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.mock import MockAdapter
-from kvd.tiers.adapters.mooncake import MooncakeAdapter, load_library
+from kvd.tiers.adapters.mooncake import MooncakeAdapter
+from kvd.tiers.adapters.mooncake_client import load_library
 from kvd.tiers.adapters.nixl import Transfers
 from kvd.tiers.adapters.nixl_dynamic import NixlDynamicAdapter
 from kvd.tiers.adapters.nixl_store import NixlStoreAdapter

@@ -89,7 +89,7 @@ class MainScreen(Jobs, inherit_bindings=False):
 
     def on_mount(self) -> None:
         self.set_class(self.model.glyphs is ASCII, "plain")
-        self.mark.styles.width = 2
+        self.mark.styles.width, self.mark.styles.height = 2, 1
         self.mark.show([span("/ ", "key")])
         self.grid.focus()
         self.set_interval(1.0, self._watch_reader)

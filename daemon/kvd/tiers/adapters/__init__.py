@@ -15,6 +15,7 @@ nixl_dynamic  one file an object, through NIXL
 s3            any S3
 hfbucket      Hugging Face buckets
 mooncake      the memory of many hosts as one pool
+mooncake_client  starting its client
 mock          a tier of given speed and reliability, for tests
 fault_inject  another adapter, made to fail
 envelope      identity, checksum and properties around a value, for stores that know none of them
