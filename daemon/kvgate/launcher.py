@@ -94,7 +94,8 @@ def environment(config: ModelConfig, base: Mapping[str, str]) -> dict[str, str]:
     if config.segment and "ENABLE_KVCACHED" not in dict(instance.environment):  # its engines have a pool already
         added["KVTOOLS_SEGMENT"] = name
     if instance.kvd_socket:
-        added["KVD_SOCKET"] = instance.kvd_socket
+        # The gate puts engines to sleep, where vLLM resets its caches; their weights are the same when they wake.
+        added |= {"KVD_SOCKET": instance.kvd_socket, "KVD_RESET": "keep"}
     if config.devices:
         listed = ",".join(map(str, config.devices))
         added |= {"CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed}

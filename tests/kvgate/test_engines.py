@@ -225,6 +225,7 @@ def test_command_line_and_environment_of_a_vllm_instance(tmp_path: Path) -> None
     assert "KVTOOLS_SEGMENT" not in env  # the elastic pool is opt-in: `segment`
     assert (env["KVCACHED_PAGE_SIZE_MB"], env["ENABLE_KVCACHED"], env["A"]) == ("2", "true", "b=c")
     assert (env["KVD_SOCKET"], env["CUDA_VISIBLE_DEVICES"]) == ("/run/kvd/kvd.sock", "1")
+    assert env["KVD_RESET"] == "keep"  # it sleeps, and its prefixes stay
     assert "KVGATE_KEY" not in env
 
 

@@ -545,11 +545,17 @@ class Scheduler:
             self._forget_loading(tracked)
 
     def reset(self) -> bool:
-        """Drop everything stored for this engine's identity. Whether that worked."""
+        """Drop everything stored for this engine's identity, unless told to keep it (KVD_RESET). Whether that worked.
+
+        vLLM resets when weights may change, and whenever it goes to sleep: it does not say which.
+        """
         self._bad.clear()
         for tracked in self._requests.values():
             tracked.answer = None
             tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
+        if self.settings.reset == "keep":
+            logger.info("kvd: the engine reset its caches; what is stored is kept (KVD_RESET=keep)")
+            return True
         namespaces = {*self.namespaces(self._own_salt()), *(one for known in self._state.asked.values() for one in known)}
         try:
             for namespace in sorted(namespaces):

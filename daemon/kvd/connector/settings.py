@@ -61,6 +61,13 @@ def _roots(text: str) -> tuple[Path, ...]:
     return tuple(found)
 
 
+def _reset(text: str) -> str:
+    word = text.strip().lower()
+    if word not in {"clear", "keep"}:
+        raise UsageError(f"neither clear nor keep: {text!r}")
+    return word
+
+
 def _backend(text: str) -> str:
     if text not in (*BACKENDS, "auto"):
         raise UsageError(f"not auto, {', '.join(BACKENDS)}: {text!r}")
@@ -88,6 +95,14 @@ SETTINGS = [
         0.0,
         ("KVD_PIN",),
         help="how long a look-up pins what it found while the request waits for room; 0: the load pins, and a look-up stays short",
+    ),
+    Setting(
+        "reset",
+        _reset,
+        "clear",
+        ("KVD_RESET",),
+        help="when vLLM resets its caches, as also before it sleeps: clear what is stored for the model, by all engines (right "
+        "where weights are updated in a running engine), or keep it (where they never are)",
     ),
     Setting(
         "ais",
@@ -162,6 +177,7 @@ class Settings:
     save_timeout_s: float
     load_timeout_s: float
     pin_s: float
+    reset: str
     ais: str
     direct_roots: tuple[Path, ...] | None
     direct_checksum: bool

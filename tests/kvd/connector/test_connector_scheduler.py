@@ -13,6 +13,7 @@ from kvd.connector.link import Link
 from kvd.connector.plan import RankIdentity, Report
 from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler, Step
 from kvd.connector.settings import read_settings
+from kvtools.errors import UsageError
 from tests.kvd.connector.test_connector_keys import hashes
 from tests.support.memory_client import MemoryClient
 from tests.support.processes import wait_until
@@ -413,6 +414,21 @@ def test_a_reset_clears_every_namespace_this_engine_used(bench: Any) -> None:
     assert list(one.client.values) == [(b"o" * 32, b"k" * 32)]
     one.client.away = True
     assert not one.scheduler.reset()
+
+
+def test_a_reset_keeps_what_is_stored_where_weights_never_change(bench: Any) -> None:
+    """vLLM resets its caches whenever it sleeps; the gate's engines wake with the weights they had."""
+    one = bench()
+    one.compute(FakeRequest("a", 512))
+    one.scheduler.settings = read_settings({}, {"KVD_RESET": "keep"})
+    before = dict(one.client.values)
+    assert before
+    assert one.scheduler.reset()
+    assert one.client.values == before
+    one.client.away = True
+    assert one.scheduler.reset()
+    with pytest.raises(UsageError, match="neither clear nor keep: 'no'"):
+        read_settings({}, {"KVD_RESET": "no"})
 
 
 def test_nothing_is_kept_of_finished_requests(bench: Any) -> None:
