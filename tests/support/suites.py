@@ -5,9 +5,9 @@
     python -m tests.support.suites lint     linters only
     python -m tests.support.suites slow     what is marked slow, in both environments
 
-Each suite is one pytest process in its own environment (.venv, .venv-vllm); the two run side by side. The last lines say,
-for all of them together, how many tests passed and how many of those ran against each real part. Exit status 0 only when
-everything passed.
+Each suite is a pytest process in its own environment (.venv, .venv-vllm); they run side by side, since most tests wait for
+processes and time-outs rather than for a core. The last lines say, for all of them together, how many tests passed and how
+many of those ran against each real part. Exit status 0 only when everything passed.
 """
 
 import json
@@ -25,12 +25,14 @@ from pathlib import Path
 
 from kvtools.segments.stats import remove_unlocked
 from tests.support import system_packages
-from tests.support.processes import in_ci
+from tests.support.processes import in_ci, mounts
 from tests.support.real_parts import allowed
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / ".venv" / "bin"
 ENGINE = ROOT / ".venv-vllm" / "bin"
+TIERS = "tests/kvd/adapters"
+"""A third of the base suite's time by itself: servers that are slow, hang or are away."""
 REQUIRED = ("vllm", "kvd", "segments", "tmux")
 """Real parts that `all` must have tested, beside those that some test declares."""
 
@@ -92,7 +94,7 @@ def suite(name: str, python: Path, arguments: Sequence[str], *, aside: bool = Fa
     with tempfile.TemporaryDirectory(prefix="kvtools-suite-") as scratch:
         counts, log = Path(scratch) / "counts.json", Path(scratch) / "log"
         command = [str(python / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        environment = {**os.environ, "KVTEST_COUNTS": str(counts)}
+        environment = {**os.environ, "KVTEST_COUNTS": str(counts), "KVTEST_BESIDE": "1"}
         if not aside:
             print(f"=== {name} suite", flush=True)
         with log.open("wb") as file:
@@ -122,12 +124,14 @@ def suite(name: str, python: Path, arguments: Sequence[str], *, aside: bool = Fa
 
 
 def suites(which: str, *, engine: bool) -> list[Outcome]:
-    """The base suite and, beside it, the engine's: neither keeps a core busy for long, and each finds its own leftovers."""
-    with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(suite, "engine", ENGINE, ["-m", f"vllm and {which}"], aside=True) if engine else None
-        outcomes = [suite("base", BASE, ["-m", f"not vllm and {which}"])]
-        if beside is not None:
-            outcomes.append(beside.result())
+    """The base suite, its tests of tiers, and the engine's suite, side by side: each finds its own leftovers."""
+    base = f"not vllm and {which}"
+    aside = [("tiers", BASE, ["-m", base, TIERS])] + ([("engine", ENGINE, ["-m", f"vllm and {which}"])] if engine else [])
+    with ThreadPoolExecutor(len(aside)) as pool:
+        beside = [pool.submit(suite, name, python, words, aside=True) for name, python, words in aside]
+        outcomes = [suite("base", BASE, ["-m", base, f"--ignore={TIERS}"])]
+        for one in beside:
+            outcomes.append(one.result())
             print(outcomes[-1].output, flush=True)
     return outcomes
 
@@ -147,7 +151,7 @@ def verdict(outcomes: Sequence[Outcome], *, everything: bool, leaked: Sequence[s
         for test, reason in outcome.skips:
             print(f"  skipped: {test}: {reason}" + (f" (allowed: {why})" if (why := allowed(reason)) else ""))
     for name in leaked:
-        print(f"left behind in shared memory: {name}")
+        print(f"left behind: {name}")
     untested = sorted(part for part in declared if not real[part]) if everything else []
     if untested:
         print("no test passed against these real parts: " + ", ".join(untested))
@@ -174,12 +178,13 @@ def main(words: Sequence[str]) -> int:
         print("usage: python -m tests.support.suites all | check | lint | slow", file=sys.stderr)
         return 2
     start = time.monotonic()
-    before = ours_in_shared_memory()
+    before, mounted = ours_in_shared_memory(), mounts()
     system_packages.ensure()
     outcomes = [] if mode == "slow" else [lint()]
     if mode != "lint":
         outcomes += suites("slow" if mode == "slow" else "not slow and not soak", engine=mode in {"all", "slow"})
-    leaked = sorted(name for name in ours_in_shared_memory() - before if not of_a_killed_process(name))
+    leaked = [f"{name} in shared memory" for name in sorted(ours_in_shared_memory() - before) if not of_a_killed_process(name)]
+    leaked += [f"mount {name}" for name in sorted(mounts() - mounted)]
     return 0 if verdict(outcomes, everything=mode == "all", leaked=leaked, seconds=time.monotonic() - start) else 1
 
 
