@@ -133,11 +133,11 @@ def worker_folder(name: str, *, temporary: Path = Path("/tmp")) -> Path | None: 
     """The folder of kvcached's worker sockets for segment `name`, if there is one. They are looked at, never spoken to."""
     import uuid
 
-    folder = temporary / f"kvcached-tp-{name}-{uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]}"
     try:
+        folder = temporary / f"kvcached-tp-{name}-{uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]}"
         return folder if folder.is_dir() and not folder.is_symlink() else None
-    except OSError:
-        return None  # a name too long for such a folder
+    except (OSError, UnicodeEncodeError):
+        return None  # a name too long for such a folder, or one that kvcached cannot have either
 
 
 def worker_sockets(folder: Path, *, proc: Path = Path("/proc")) -> tuple[int, int]:

@@ -101,6 +101,20 @@ def test_what_was_recorded_is_read_back_in_any_order(tmp_path: Path) -> None:
     recording.close()
 
 
+def test_names_that_are_no_utf8_are_recorded_as_they_are_shown(tmp_path: Path) -> None:
+    """Anybody may put such a file into shared memory: it must not end a recording."""
+    path = tmp_path / "a.kvrec"
+    plain = scenes.host(0, segments=2)
+    strange = scenes.change(plain.segments[0], name="\udcff\udcfebad")
+    with Writer(path) as writer:
+        for segments in (plain.segments, (strange, *plain.segments[1:]), plain.segments):
+            writer.write(scenes.change(plain, segments=segments))
+    recording = Recording(path)
+    names = [recording.at(index).segments[0].name for index in range(len(recording))]
+    assert names == [plain.segments[0].name, r"\xff\xfebad", plain.segments[0].name]
+    recording.close()
+
+
 def test_a_day_of_twenty_segments_stays_within_thirty_mib(tmp_path: Path) -> None:
     """Every segment and every process changes at every tick: worse than any real host."""
     path = tmp_path / "day.kvrec"

@@ -202,7 +202,7 @@ def write_screen(folder: Path, model: Model, svg: str, text: str, time_s: float)
             except FileExistsError:
                 number += 1
                 path = folder / f"{stem}-{number}{suffix}"
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
+        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:  # names may be no UTF-8
             file.write(content)
         paths.append(path)
     return paths

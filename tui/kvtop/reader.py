@@ -92,11 +92,10 @@ class Reader:
         self._begun = self._mono()
         try:
             snapshot = self._source.read()
+            self._begun = 0.0
+            if not self._stopped:
+                self._deliver(snapshot, "")
         except Exception as error:  # noqa: BLE001 - the tick's edge: whatever it is, the screen says it and the next tick tries again
             self._begun = 0.0
             if not self._stopped:
                 self._deliver(None, f"{type(error).__name__}: {error}")
-            return
-        self._begun = 0.0
-        if not self._stopped:
-            self._deliver(snapshot, "")

@@ -101,15 +101,21 @@ class Writer:
         if self._size >= self.max_bytes // 2:
             self._rotate()
         tree = msgspec.to_builtins(snapshot)
+        try:
+            self._take(tree, snapshot.time_s)
+        except UnicodeEncodeError:  # anybody may put a name that is no UTF-8 into shared memory
+            self._take(_encodable(tree), snapshot.time_s)
+
+    def _take(self, tree: Any, time_s: float) -> None:
         names: list[str] = []
         leaves: list[Any] = []
         flatten(tree, names, leaves, "")
         if self._since_key >= KEY_EVERY or names != self._names:
             self._deflate = zlib.compressobj(9)
-            self._append(KEY, snapshot.time_s, self._packer.encode(tree))
+            self._append(KEY, time_s, self._packer.encode(tree))
             self._since_key = 0
         else:
-            self._append(DIFFERENCE, snapshot.time_s, self._packer.encode(difference(self._leaves, leaves)))
+            self._append(DIFFERENCE, time_s, self._packer.encode(difference(self._leaves, leaves)))
             self._since_key += 1
         self._names, self._leaves = names, leaves
 
@@ -156,6 +162,15 @@ class Recorder:
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+
+def _encodable(tree: Any) -> Any:
+    """The same tree, with bytes that are no UTF-8 written as \\xNN."""
+    if isinstance(tree, dict):
+        return {_encodable(key): _encodable(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_encodable(value) for value in tree]
+    return tree.encode(errors="surrogateescape").decode(errors="backslashreplace") if isinstance(tree, str) else tree
 
 
 def flatten(tree: Any, names: list[str], leaves: list[Any], name: str) -> None:

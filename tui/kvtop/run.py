@@ -149,7 +149,7 @@ def picture(wanted: Wanted, path: Path, size: str) -> int:
     app = Dashboard(model, player or _source(wanted), options, start_reader=False)
     svg = app.picture((int(found[1]), int(found[2])))
     try:
-        path.write_text(svg, encoding="utf-8")
+        path.write_text(svg, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise KvError(f"cannot write {path}: {error.strerror}") from None
     return Exit.OK

@@ -1,7 +1,9 @@
 """A disk that fails, fills up or writes short: the store degrades, says so per item or by AdapterError, and is never wrong."""
 
+import contextlib
 import errno
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -226,6 +228,18 @@ def test_a_failed_sync_is_not_acknowledged():
     io.fault = None
     assert get(adapter, identity(1)) == b"kept"
     adapter.close()
+
+
+def test_a_folder_that_was_removed_keeps_nothing_and_says_so(tmp_path):
+    """Files without names take writes and syncs without a word: what lies in them is gone with the daemon."""
+    adapter = opened(tmp_path / "tier", 1 << 20, durability=Durability.FSYNC)
+    assert put(adapter, identity(1), value(1, 9000))
+    shutil.rmtree(tmp_path / "tier")
+    with contextlib.suppress(AdapterError):
+        assert not put(adapter, identity(2), value(2, 9000))
+    assert adapter.counters.io_errors > 0
+    with contextlib.suppress(AdapterError):
+        adapter.close()
 
 
 def test_group_syncs_by_itself(tmp_path):

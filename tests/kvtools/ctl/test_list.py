@@ -141,6 +141,9 @@ def test_a_name_that_is_not_utf_8(shm: Path) -> None:
     assert (ran.rc, r"\udcff\udcfe" in ran.stdout) == (0, True)
     ran = run_cli("kvctl", "--shm", shm, "list", "--json")
     assert os.fsencode(ran.json()["segments"][0]["ipc"]) == b"\xff\xfe"
+    ran = run_cli("kvctl", "--shm", shm, "show", os.fsdecode(b"\xff\xfe"))
+    assert (ran.rc, ran.stderr, r"\udcff\udcfe" in ran.stdout) == (0, "", True)
+    assert run_cli("kvctl", "--shm", shm, "show", "--json", os.fsdecode(b"\xff\xfe")).rc == 0
 
 
 def test_a_locked_segment_is_named_on_stderr_and_the_rest_is_listed(kvctl: Kvctl, shm: Path) -> None:

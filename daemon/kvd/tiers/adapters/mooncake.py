@@ -285,6 +285,9 @@ class MooncakeAdapter(Adapter):
         keys = [self._key(identity) for identity in identities]
         places = [[i * envelope.SIZE] for i in range(len(keys))]
         (answers,) = client.get_into_ranges([address], [keys], [places], [[[0]] * len(keys)], [[[envelope.SIZE]] * len(keys)])
+        codes = [code for (code,) in answers]
+        if all(code in AWAY for code in codes):  # it told us that they exist, and then nothing more
+            raise self._away("look up", codes[0])
         found: list[envelope.Head | None] = []
         for (at,), (code,), identity in zip(places, answers, identities, strict=True):
             head = envelope.open_head(heads[at : at + envelope.SIZE]) if code == envelope.SIZE else None

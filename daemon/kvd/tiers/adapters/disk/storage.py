@@ -142,8 +142,10 @@ class RealStorage:
         return os.preadv(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """See Storage."""
+        """See Storage. A file without a name takes every byte and keeps none: somebody removed it under us."""
         os.fdatasync(fd)
+        if os.fstat(fd).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed")
 
     def fsync_dir(self, path: Path) -> None:
         """See Storage."""
