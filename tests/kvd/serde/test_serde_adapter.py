@@ -201,8 +201,7 @@ def test_buffers_keep_to_their_budget_whoever_asks() -> None:
     for thread in threads:
         thread.join(30)
     assert buffers.held == 0
-    assert 500_000 < most <= 1 << 20
-    assert buffers.peak == most
+    assert 500_000 < most <= buffers.peak <= 1 << 20
     assert buffers._idle_bytes <= 1 << 20
     with buffers.lend([3 << 20]) as lent:  # larger than all: alone
         assert len(lent[0]) == 3 << 20
