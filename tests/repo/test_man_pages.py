@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.service.settings import SETTINGS
 from kvtools.cli import COMMANDS
 from kvtools.exits import Exit
 from tests.support.typer_tree import SCRIPTS, walk
@@ -97,3 +98,9 @@ def test_command_lines_in_examples_parse(script: str) -> None:
 def test_mandoc_finds_nothing_to_say() -> None:
     lint = subprocess.run(["mandoc", "-T", "lint", "-W", "warning", *sorted(PAGES.glob("*.1"))], capture_output=True, text=True)
     assert (lint.returncode, lint.stdout) == (0, "")
+
+
+def test_every_variable_of_the_daemon_is_in_its_page() -> None:
+    text = "\n".join(section(source("kvd"), "ENVIRONMENT"))
+    ours = {name for setting in SETTINGS for name in setting.environment if name.startswith("KVD_")}
+    assert ours - set(re.findall(r"KVD_[A-Z0-9_]+", text)) == set()
