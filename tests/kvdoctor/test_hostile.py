@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvdoctor import api
 from kvdoctor.capture import Recording, write_capture
+from kvdoctor.collect.engines import scan_processes
 from kvdoctor.collect.source import Source, open_regular
 from kvdoctor.fix import script
 from kvdoctor.report import lines
@@ -268,3 +269,22 @@ def test_json_of_a_capture_may_hold_anything_anywhere(this_host: Path, data: st.
         assert all("\x1b" not in line for line in lines(report, verbose=True))
     finally:
         file.write_text(text)
+
+
+def test_below_another_root_only_its_own_processes_count(tmp_path: Path) -> None:
+    """A mounted image, or a captured tree, does not run what runs here."""
+    script = "import time; print('up', flush=True); time.sleep(60)"
+    here = subprocess.Popen([sys.executable, "-c", script, "kvd serve", "--long-path", "/here"], stdout=subprocess.PIPE)
+    try:
+        assert here.stdout is not None
+        here.stdout.readline()
+        assert here.pid in [one["pid"] for one in scan_processes()["daemons"]]
+        assert scan_processes(str(tmp_path)) == {"engines": [], "daemons": []}
+        (tmp_path / "proc" / "77").mkdir(parents=True)
+        (tmp_path / "proc" / "77" / "cmdline").write_bytes(b"kvd\0serve\0--long-path\0/there\0")
+        (tmp_path / "proc" / "77" / "environ").write_bytes(b"KVD_SOCKET=/run/there.sock\0")
+        (daemon,) = scan_processes(str(tmp_path))["daemons"]
+        assert (daemon["pid"], daemon["args"][-1], daemon["environ"]) == (77, "/there", {"KVD_SOCKET": "/run/there.sock"})
+    finally:
+        here.kill()
+        here.communicate()

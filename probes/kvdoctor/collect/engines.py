@@ -32,35 +32,43 @@ def filtered_environ(environ: dict[str, str]) -> dict[str, str]:
     return {name: "***" if SECRET.search(name) else value for name, value in environ.items() if ENVIRON.match(name)}
 
 
-def scan_processes() -> dict[str, Any]:
-    """Engines and kvd daemons of this machine (`engines`, `daemons`): pid, arguments, and environment where readable."""
+def scan_processes(root: str = "") -> dict[str, Any]:
+    """Engines and kvd daemons of this machine (`engines`, `daemons`): pid, arguments, and environment where readable.
+
+    Below a foreign `root` those that its own /proc tells of, if it has one: this machine's are not that one's.
+    """
     found: dict[str, Any] = {"engines": [], "daemons": []}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - a thousand entries: names are enough
+    proc = f"{root.rstrip('/')}/proc"
+    try:
+        names = os.listdir(proc)  # noqa: PTH208 - a thousand entries: names are enough
+    except OSError:
+        return found
+    for name in names:
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         try:
-            with open(f"/proc/{name}/cmdline", "rb") as file:  # noqa: PTH123 - a thousand times a run
+            with open(f"{proc}/{name}/cmdline", "rb") as file:  # noqa: PTH123 - a thousand times a run
                 args = file.read(65536).decode("utf-8", "replace").rstrip("\0").split("\0")
         except OSError:
             continue
         line = " ".join(args)
         kind = "daemons" if _DAEMON.search(line) else "engines" if _ENGINE.search(line) else ""
         if kind:
-            found[kind].append(_process(int(name), args))
+            found[kind].append(_process(proc, int(name), args))
     return found
 
 
-def _process(pid: int, args: list[str]) -> dict[str, Any]:
+def _process(proc: str, pid: int, args: list[str]) -> dict[str, Any]:
     environ: dict[str, str] | None = None
     group = ""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+        with open(f"{proc}/{pid}/environ", "rb") as file:  # noqa: PTH123
             pairs = (item.partition("=") for item in file.read(1 << 20).decode("utf-8", "replace").split("\0"))
             environ = filtered_environ({key: value for key, equals, value in pairs if equals})
     except OSError:
         pass
     try:
-        with open(f"/proc/{pid}/cgroup") as file:  # noqa: PTH123
+        with open(f"{proc}/{pid}/cgroup") as file:  # noqa: PTH123
             unified = re.search(r"^0::(/.*)$", file.read(8192), re.MULTILINE)
             group = unified[1] if unified else ""
     except OSError:

@@ -137,7 +137,7 @@ def _environ(source: Source, case: dict[str, Any]) -> dict[str, str]:
 
 
 def _scan(source: Source) -> dict[str, Any]:
-    return shape.mapping(source.value("processes", engines.scan_processes))
+    return shape.mapping(source.value("processes", lambda: engines.scan_processes(source.root)))
 
 
 def _start_tools(source: Source, facts: Facts, *, with_ais_check: bool) -> None:
