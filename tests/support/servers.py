@@ -42,6 +42,20 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """SIGSTOP, and wait until all of its threads stand still: on a busy machine one of them may answer once more."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    wait_until(lambda: all(map(_stands, tasks.iterdir())), what="all threads to stop")
+
+
+def _stands(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return True  # it ended meanwhile
+
+
 class Server:
     """A process that listens on `port`. `kill`, `freeze`, `thaw` and `start` do what they say, to our own process only."""
 
@@ -97,7 +111,7 @@ class Server:
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        stop(self.process)
 
     def thaw(self) -> None:
         assert self.process is not None
@@ -251,7 +265,7 @@ class MooncakePool(Server):
 
     def freeze_host(self) -> None:
         assert self.host is not None
-        self.host.send_signal(signal.SIGSTOP)
+        stop(self.host)
 
     def thaw_host(self) -> None:
         assert self.host is not None
