@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from tests.support.processes import SCRIPTS, SHARED_MEMORY, Ran, run_cli
+from tests.support.processes import SCRIPTS, SHARED_MEMORY, Ran, freeze, run_cli
 
 if TYPE_CHECKING:
     from kvd.wire.client import Client
@@ -107,7 +107,10 @@ class Daemon:
         return self.start()
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        if number is signal.SIGSTOP:
+            freeze(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def wait(self, *, timeout_s: float = 30.0) -> int:
         """Wait for its end; the exit status, negative for a signal."""

@@ -6,6 +6,7 @@ test is found by that mark in /proc, also after it was re-parented.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -129,6 +130,20 @@ def wait_until(condition: Any, *, timeout_s: float = 10.0, interval_s: float = 0
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout_s:g} s for {what}")
         time.sleep(interval_s)
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, and wait until all of its threads stand still: on a busy machine one of them may answer once more."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(map(_stands, tasks.iterdir())), what="all threads to stop")
+
+
+def _stands(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return True  # it ended meanwhile
 
 
 def compile_sources() -> None:

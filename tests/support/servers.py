@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import wait_until
+from tests.support.processes import freeze, wait_until
 
 ENGINE = Path(__file__).resolve().parents[2] / ".venv-vllm"
 
@@ -40,20 +40,6 @@ def free_port() -> int:
                 continue
             return port
     raise AssertionError("no free port")
-
-
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """SIGSTOP, and wait until all of its threads stand still: on a busy machine one of them may answer once more."""
-    process.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{process.pid}/task")
-    wait_until(lambda: all(map(_stands, tasks.iterdir())), what="all threads to stop")
-
-
-def _stands(task: Path) -> bool:
-    try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return True  # it ended meanwhile
 
 
 class Server:
@@ -111,7 +97,7 @@ class Server:
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
         assert self.process is not None
-        stop(self.process)
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         assert self.process is not None
@@ -265,7 +251,7 @@ class MooncakePool(Server):
 
     def freeze_host(self) -> None:
         assert self.host is not None
-        stop(self.host)
+        freeze(self.host.pid)
 
     def thaw_host(self) -> None:
         assert self.host is not None

@@ -96,6 +96,20 @@ async def riddled(made: Scene, *, values: int = 64, size: int = MIB) -> None:
         made.delete(number)
 
 
+def held_copies(made: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """From now on a value being moved waits: (set when a copy begins, to be set when copies may go on)."""
+    loop, copying, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    copy = made.arena.copy
+
+    def slow(source: int, target: int, length: int) -> None:
+        loop.call_soon_threadsafe(copying.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
+        copy(source, target, length)
+
+    monkeypatch.setattr(made.arena, "copy", slow)
+    return copying, go_on
+
+
 async def test_values_are_moved_together_for_a_large_one() -> None:
     async with scene(64 * MIB, evicting=False) as made:
         await riddled(made)
@@ -144,15 +158,7 @@ async def test_a_reader_that_comes_while_a_value_is_copied_keeps_its_bytes(monke
     """Pinned in its old place while the copy lasts: the copy does not count, and the old place is not used again."""
     async with scene(16 * MIB, evicting=False) as made:
         await riddled(made, values=16)
-        loop, copying, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        copy = made.arena.copy
-
-        def slow(source: int, target: int, length: int) -> None:
-            loop.call_soon_threadsafe(copying.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
-            copy(source, target, length)
-
-        monkeypatch.setattr(made.arena, "copy", slow)
+        copying, go_on = held_copies(made, monkeypatch)
         putting = asyncio.create_task(made.put(1000, 4 * MIB))
         await copying.wait()
         before = {number: made.store.index.start_of[made.slot(number)] for number in made.held}
@@ -171,15 +177,7 @@ async def test_a_reader_that_comes_while_a_value_is_copied_keeps_its_bytes(monke
 async def test_a_value_deleted_while_it_is_copied_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(16 * MIB, evicting=False) as made:
         await riddled(made, values=16)
-        loop, copying, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        copy = made.arena.copy
-
-        def slow(source: int, target: int, length: int) -> None:
-            loop.call_soon_threadsafe(copying.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
-            copy(source, target, length)
-
-        monkeypatch.setattr(made.arena, "copy", slow)
+        copying, go_on = held_copies(made, monkeypatch)
         putting = asyncio.create_task(made.put(1000, 4 * MIB))
         await copying.wait()
         for number in list(made.sizes):
@@ -197,15 +195,7 @@ async def test_a_request_cancelled_while_its_values_are_copied_frees_its_room_wh
 ) -> None:
     async with scene(16 * MIB, evicting=False) as made:
         await riddled(made, values=16)
-        loop, copying, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-        copy = made.arena.copy
-
-        def slow(source: int, target: int, length: int) -> None:
-            loop.call_soon_threadsafe(copying.set)
-            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(20)
-            copy(source, target, length)
-
-        monkeypatch.setattr(made.arena, "copy", slow)
+        copying, go_on = held_copies(made, monkeypatch)
         putting = asyncio.create_task(made.put(1000, 4 * MIB))
         await copying.wait()
         putting.cancel()

@@ -9,6 +9,7 @@ both on load. What does not match is MISS or CORRUPT, never an exception. An exc
 adapter as a whole could not do its work, and counts against its breaker.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from kvd.store.identity import Identity
 from kvd.store.retention import NEVER, Retention
 from kvtools.errors import KvError, UsageError
 from kvtools.exits import Exit
+
+LISTED = 1000
+"""Names looked up at once while a store is listed."""
 
 
 class AdapterError(KvError):
@@ -254,6 +258,14 @@ class Adapter(ABC):
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         """Everything held. Raises AdapterError where `capabilities.enumerate` is False."""
         raise AdapterError(f"{self.type} cannot list what it holds")
+
+    def _held(self, identities: Iterable[Identity]) -> Iterator[tuple[Identity, Hit]]:
+        """Those of `identities` that a look-up finds, LISTED at a time: for stores that list names and nothing else."""
+        rest = iter(identities)
+        while block := list(itertools.islice(rest, LISTED)):
+            for identity, hit in zip(block, self.lookup(block), strict=True):
+                if hit is not None:
+                    yield identity, hit
 
     @abstractmethod
     def usage(self) -> Usage:

@@ -6,9 +6,7 @@ a name of its own: `fs` and this read each other's folders not at all.
 """
 
 import errno
-import mmap
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from kvd.tiers.adapters.fs import FsAdapter
 from kvd.tiers.adapters.kind import Eviction, Field, Kind, gib, mapping, path, switch, word
 from kvd.tiers.adapters.nixl import BACKENDS, Transfers
 from kvd.tiers.adapters.nixl_store import parameters
-from kvd.tiers.adapters.slots import BLOCK
+from kvd.tiers.adapters.slots import BLOCK, ThreadBuffers
 from kvtools.errors import UsageError
 
 
@@ -43,7 +41,7 @@ class NixlDynamicAdapter(FsAdapter):
         self._transfers = transfers
         self._direct = direct
         self._keep = keep
-        self._local = threading.local()
+        self._buffers = ThreadBuffers()
 
     def attach(self, memory: memoryview) -> None:
         self._transfers.attach(memory)
@@ -61,19 +59,6 @@ class NixlDynamicAdapter(FsAdapter):
     def _total(self, length: int) -> int:
         return BLOCK + -(-length // BLOCK) * BLOCK
 
-    def _block(self) -> memoryview:
-        """This thread's header block."""
-        if not hasattr(self._local, "block"):
-            self._local.block = memoryview(mmap.mmap(-1, BLOCK))
-        return self._local.block  # type: ignore[no-any-return]
-
-    def _bounce(self, length: int) -> memoryview:
-        """This thread's aligned buffer of at least so many bytes, up to the next block."""
-        size = -(-length // BLOCK) * BLOCK
-        if len(getattr(self._local, "bounce", b"")) < max(size, BLOCK):
-            self._local.bounce = memoryview(mmap.mmap(-1, max(size, BLOCK)))
-        return self._local.bounce[:size]  # type: ignore[no-any-return]
-
     def _reopened(self, fd: int, flags: int) -> int:
         """The same file with other flags: O_DIRECT where that is wanted and to be had. The caller closes it."""
         try:
@@ -85,11 +70,11 @@ class NixlDynamicAdapter(FsAdapter):
 
     def _pour(self, fd: int, item: Item) -> None:
         length = len(item.data)
-        block = self._block()
+        block = self._buffers.block()
         block[:] = envelope.seal(item).ljust(BLOCK, b"\0")
         data = item.data
         if self._direct:
-            data = item.padded if item.padded is not None else self._bounce(length)
+            data = item.padded if item.padded is not None else self._buffers.bounce(length)
             if item.padded is None:
                 envelope.copy(data[:length], item.data)
                 data[length:] = bytes(len(data) - length)
@@ -102,14 +87,14 @@ class NixlDynamicAdapter(FsAdapter):
 
     def _draw(self, fd: int, size: int, want: Want) -> tuple[envelope.Head | None, bool]:
         length = len(want.into)
-        block = self._block()
+        block = self._buffers.block()
         if size < BLOCK:
             return None, False
         if size != self._total(length):  # another value: its header says which
             return envelope.open_head(os.pread(fd, envelope.SIZE, 0)), False
         data = want.into
         if self._direct:
-            data = want.padded if want.padded is not None else self._bounce(length)
+            data = want.padded if want.padded is not None else self._buffers.bounce(length)
         again = self._reopened(fd, os.O_RDONLY)
         try:
             self._transfers.read(again, [(0, block), (BLOCK, data)])

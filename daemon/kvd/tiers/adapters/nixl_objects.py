@@ -10,16 +10,14 @@ other's slots away (found out by identity and checksum, but a waste): give each 
 """
 
 import json
-import mmap
 import secrets
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvd.tiers.adapters.base import AdapterConfigError
 from kvd.tiers.adapters.nixl import Transfers
-from kvd.tiers.adapters.slots import BLOCK, Medium
+from kvd.tiers.adapters.slots import BLOCK, Medium, ThreadBuffers
 
 FORMAT, VERSION = "kvtools.nixl-objects", 1
 
@@ -32,12 +30,12 @@ class ObjectPool(Medium):
         self.transfers = transfers
         self.generation = 0
         self._name, self._prefix, self._count, self._stride = name, prefix, count, stride
-        self._local = threading.local()
+        self._buffers = ThreadBuffers()
 
     def open(self) -> int:
         self.transfers.open()
         manifest = f"{self._prefix}manifest"
-        block = self._buffer(BLOCK)
+        block = self._buffers.block()
         if not self.transfers.exists(manifest):
             body = {"format": FORMAT, "version": VERSION, "generation": secrets.randbits(63)}
             block[:] = json.dumps(body).encode().ljust(BLOCK, b"\0")
@@ -59,12 +57,6 @@ class ObjectPool(Medium):
     def close(self) -> None:
         self.transfers.close()
 
-    def _buffer(self, size: int) -> memoryview:
-        """This thread's buffer, grown to so many bytes."""
-        if len(getattr(self._local, "buffer", b"")) < size:
-            self._local.buffer = memoryview(mmap.mmap(-1, size))
-        return self._local.buffer[:size]  # type: ignore[no-any-return]
-
     def _key(self, offset: int) -> tuple[str, int]:
         slot, within = divmod(offset - BLOCK, self._stride)
         return f"{self._prefix}obj_{slot}", within
@@ -84,7 +76,7 @@ class ObjectPool(Medium):
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         key, _ = self._key(offset)
         total = sum(map(len, buffers))
-        whole = self._buffer(total)
+        whole = self._buffers.bounce(total)[:total]
         at = 0
         for buffer in buffers:
             np.copyto(np.frombuffer(whole[at : at + len(buffer)], np.uint8), np.frombuffer(buffer, np.uint8))

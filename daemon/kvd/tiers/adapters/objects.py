@@ -166,18 +166,7 @@ class ObjectAdapter(Adapter):
             return Usage(**vars(self._usage))
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        block: list[Identity] = []
-        for _, _, identity in self._objects():
-            block.append(identity)
-            if len(block) == BLOCK:
-                yield from self._found(block)
-                block = []
-        yield from self._found(block)
-
-    def _found(self, identities: list[Identity]) -> Iterator[tuple[Identity, Hit]]:
-        for identity, hit in zip(identities, self.lookup(identities), strict=True):
-            if hit is not None:
-                yield identity, hit
+        yield from self._held(identity for _, _, identity in self._objects())
 
     # ---- values ------------------------------------------------------------------------------------------------------
 

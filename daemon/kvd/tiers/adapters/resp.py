@@ -263,20 +263,8 @@ class RespAdapter(Adapter):
         return sum(answers)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        block: list[Identity] = []
-        for key in self._call(lambda client: client.scan_iter(_glob(self._prefix) + b"*", count=SCAN), "list"):
-            identity = self._identity(key)
-            if identity is not None:
-                block.append(identity)
-            if len(block) >= SCAN:
-                yield from self._found(block)
-                block = []
-        yield from self._found(block)
-
-    def _found(self, identities: list[Identity]) -> Iterator[tuple[Identity, Hit]]:
-        for identity, hit in zip(identities, self.lookup(identities), strict=True):
-            if hit is not None:
-                yield identity, hit
+        keys = self._call(lambda client: client.scan_iter(_glob(self._prefix) + b"*", count=SCAN), "list")
+        yield from self._held(identity for key in keys if (identity := self._identity(key)) is not None)
 
     def usage(self) -> Usage:
         with self._lock:

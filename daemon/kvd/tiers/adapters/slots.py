@@ -53,6 +53,28 @@ _HEADER = envelope.SIZE + _SEQUENCE.size
 _NONE = bytes(BLOCK)
 
 
+class ThreadBuffers:
+    """Page-aligned memory of each thread's own, kept for its next call: what O_DIRECT and devices read and write."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def block(self) -> memoryview:
+        """This thread's block for headers."""
+        return self._grown("header", BLOCK)
+
+    def bounce(self, length: int) -> memoryview:
+        """This thread's buffer for values that do not lie aligned in the arena, up to the next block."""
+        return self._grown("value", -(-length // BLOCK) * BLOCK)
+
+    def _grown(self, name: str, size: int) -> memoryview:
+        held: memoryview | None = getattr(self._local, name, None)
+        if held is None or len(held) < size:
+            held = memoryview(mmap.mmap(-1, max(size, BLOCK)))
+            setattr(self._local, name, held)
+        return held[:size]
+
+
 class Medium(ABC):
     """Bytes at offsets. Offsets, lengths and addresses are multiples of BLOCK. Methods raise OSError; reads are whole."""
 
@@ -106,7 +128,7 @@ class SlotAdapter(Adapter):
         self._slots = 0
         self._sequence = 0
         self._generation = 0
-        self._local = threading.local()
+        self._buffers = ThreadBuffers()
 
     # ---- life --------------------------------------------------------------------------------------------------------
 
@@ -126,7 +148,7 @@ class SlotAdapter(Adapter):
             raise AdapterError(f"{self.name}: cannot use {self.where}: {error.strerror or error}") from None
 
     def _check_superblock(self, size: int) -> None:
-        block = self._block()
+        block = self._buffers.block()
         self._medium.read(0, [block])
         raw = bytes(block)
         if raw == _NONE:
@@ -189,7 +211,7 @@ class SlotAdapter(Adapter):
     def _headers(self, first: int, count: int) -> list[tuple[int, int, envelope.Head]]:
         """Sequence, slot and envelope of those of these slots that hold something."""
         rows = []
-        block = self._block()
+        block = self._buffers.block()
         for slot in range(first, min(first + count, self._slots)):
             self._medium.read(self._offset(slot), [block])
             if (found := _read_header(block, self._generation)) is not None and found[1].length <= self.slot_bytes - BLOCK:
@@ -208,21 +230,8 @@ class SlotAdapter(Adapter):
     def _offset(self, slot: int) -> int:
         return BLOCK + slot * self.slot_bytes
 
-    def _block(self) -> memoryview:
-        """This thread's header block."""
-        if not hasattr(self._local, "block"):
-            self._local.block = memoryview(mmap.mmap(-1, BLOCK))
-        return self._local.block  # type: ignore[no-any-return]
-
-    def _bounce(self, length: int) -> memoryview:
-        """This thread's aligned buffer for values that do not lie aligned in the arena, up to the next block."""
-        size = -(-length // BLOCK) * BLOCK
-        if len(getattr(self._local, "bounce", b"")) < max(size, BLOCK):
-            self._local.bounce = memoryview(mmap.mmap(-1, max(size, BLOCK)))
-        return self._local.bounce[:size]  # type: ignore[no-any-return]
-
     def _wipe(self, slot: int) -> None:
-        block = self._block()
+        block = self._buffers.block()
         block[:] = _NONE
         self._medium.write(self._offset(slot), [block])
 
@@ -311,12 +320,12 @@ class SlotAdapter(Adapter):
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
-        block = self._block()
+        block = self._buffers.block()
         block[:] = _header(item, sequence, self._generation)
         length = len(item.data)
         data = item.padded
         if data is None and length:
-            data = self._bounce(length)
+            data = self._buffers.bounce(length)
             envelope.copy(data[:length], item.data)
             data[length:] = bytes(len(data) - length)
         self._medium.write(self._offset(slot), [block, data] if data is not None else [block])
@@ -368,9 +377,9 @@ class SlotAdapter(Adapter):
 
     def _read(self, slot: int, want: Want) -> bool:
         """Fill the buffer; whether it is what was stored."""
-        block = self._block()
+        block = self._buffers.block()
         length = len(want.into)
-        data = want.padded if want.padded is not None else self._bounce(length)
+        data = want.padded if want.padded is not None else self._buffers.bounce(length)
         self._medium.read(self._offset(slot), [block, data] if length else [block])
         found = _read_header(block, self._generation)
         if found is None or found[1].identity != want.identity or not envelope.intact(found[1], data[:length]):
