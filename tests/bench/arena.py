@@ -1,7 +1,8 @@
 """Batches of values through the daemon beside the same copies, value by value, between two private buffers.
 
 put: `put_many` from a private buffer. get: a read lease and one copy a value into a private buffer, as the connector does.
-All buffers are faulted in before; so is the arena, by the warm-up.
+All buffers are faulted in before; so is the arena, by the warm-up. numpy asks for pages of 2 MiB for the private ones and gets
+them; whether shared memory may have them too is the host's setting, and the rows of either kind have names of their own.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvd.bench.arena import private
+from kvd.store.arena import shared_memory_has_large_pages
 from kvtools.units import format_size
 from tests.bench.measure import Result, in_turn
 
@@ -29,6 +31,8 @@ def keys_for(count: int, salt: str) -> list[bytes]:
 
 def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
     """Two results a size: put and get, in bytes a second."""
+    large = shared_memory_has_large_pages()
+    kind, pages = (".huge", "2 MiB") if large else ("", "4 KiB")
     for size in SIZES:
         count = max(4, BATCH_BYTES // size)
         total = count * size
@@ -55,8 +59,8 @@ def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
         for name, job in (("put", put), ("get", get)):
             took, floor, ratio = in_turn(job, copy, rounds=rounds)
             yield Result(
-                f"arena.{name}.{size}",
-                f"arena {name}, {count} x {format_size(size)}",
+                f"arena.{name}.{size}{kind}",
+                f"arena {name}, {count} x {format_size(size)}, pages of {pages}",
                 total / took,
                 "B/s",
                 total / floor,

@@ -25,7 +25,7 @@ from kvd.service import stats
 from kvd.service.http import Window, exposition
 from kvd.service.operations import Operations
 from kvd.service.server import Server
-from kvd.store.arena import Arena
+from kvd.store.arena import SHMEM_PAGES, Arena
 from kvd.store.room import Rooms
 from kvd.store.slab import Slab
 from kvd.store.store import Store
@@ -132,6 +132,8 @@ class Daemon:
             self.server.start()
             notify("READY=1")
             log.info("kvd %s serves %s with an arena of %s", __version__, options.socket, format_size(arena.capacity))
+            if options.gds_l1_path is None and not arena.large_pages:
+                log.info("the arena has pages of 4 KiB; copies are faster with 2 MiB: echo advise > %s", SHMEM_PAGES)
             ticking = loop.create_task(self._tick())
             if options.preflight is not None:
                 loop.run_in_executor(None, self._look_at_host, options.preflight)

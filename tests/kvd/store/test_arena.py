@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvd.errors import KvdError
+from kvd.store import arena as arenas
 from kvd.store.arena import Arena
 from kvd.store.extents import PAGE
 from tests.support.processes import wait_until
@@ -202,3 +203,23 @@ def test_huge_pages_that_are_not_to_be_had_are_said_aloud(caplog: pytest.LogCapt
 def test_an_arena_that_cannot_be_mapped_is_one_plain_error() -> None:
     with pytest.raises(KvdError, match="arena of"):
         Arena(1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("setting", "large"),
+    [
+        ("always within_size [advise] never deny force", True),
+        ("[always] within_size advise never deny force", True),
+        ("always within_size advise [never] deny force", False),
+        ("always within_size advise never [deny] force", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_what_the_host_says_of_large_pages(
+    setting: str | None, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas, "SHMEM_PAGES", tmp_path / "shmem_enabled")
+    if setting is not None:
+        (tmp_path / "shmem_enabled").write_text(setting + "\n")
+    assert arenas.shared_memory_has_large_pages() is large
