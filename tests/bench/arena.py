@@ -29,10 +29,14 @@ def keys_for(count: int, salt: str) -> list[bytes]:
     return [hashlib.sha256(f"{salt}/{i}".encode()).digest() for i in range(count)]
 
 
+def pages_of_arenas() -> tuple[str, str]:
+    """What names of rows end with on this host, and how large an arena's pages are."""
+    return (".huge", "2 MiB") if shared_memory_has_large_pages() else ("", "4 KiB")
+
+
 def measure(client: "Client", *, quick: bool = False) -> Iterator[Result]:
     """Two results a size: put and get, in bytes a second."""
-    large = shared_memory_has_large_pages()
-    kind, pages = (".huge", "2 MiB") if large else ("", "4 KiB")
+    kind, pages = pages_of_arenas()
     for size in SIZES:
         count = max(4, BATCH_BYTES // size)
         total = count * size

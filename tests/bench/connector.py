@@ -27,6 +27,7 @@ from kvd.connector.mover import HostMover
 from kvd.connector.plan import Load, Move, Save
 from kvd.connector.settings import read_settings
 from kvd.connector.worker import Worker
+from tests.bench.arena import pages_of_arenas
 from tests.bench.measure import Result, in_turn
 from tests.support.daemon import Daemon
 
@@ -105,6 +106,8 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
     rounds = 3 if quick else 9
     total = CHUNKS * CHUNK
     what = f"{CHUNKS} chunks of {CHUNK >> 20} MiB"
+    kind, pages = pages_of_arenas()
+    paged = f"{what}, pages of {pages}"
     daemon = Daemon(max_bytes="512MiB", tier="2GiB")
     try:
         daemon.start()
@@ -112,11 +115,11 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
             for _ in range(6):  # all of the arena is faulted in then, on both sides
                 bench.save()
             took, floor, ratio = in_turn(bench.save, lambda: bench.copy(out=True), rounds=rounds)
-            yield Result("connector.save", f"connector save, {what}", total / took, "B/s", total / floor, ratio, BUDGET)
+            yield Result(f"connector.save{kind}", f"connector save, {paged}", total / took, "B/s", total / floor, ratio, BUDGET)
             bench.client.clear()
             bench.worker.save([Save("r", SALT, bench.moves(1), retention="ephemeral")])
             took, floor, ratio = in_turn(bench.load, lambda: bench.copy(out=False), rounds=rounds)
-            yield Result("connector.load", f"connector load, {what}", total / took, "B/s", total / floor, ratio, BUDGET)
+            yield Result(f"connector.load{kind}", f"connector load, {paged}", total / took, "B/s", total / floor, ratio, BUDGET)
             bench.client.clear()
         with contextlib.closing(Bench(daemon, KVD_AIS="require", KVD_DIRECT_STAGING="64MiB")) as bench:
             bench.worker.save([Save("r", SALT, bench.moves(1))])
