@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.suites import Outcome, verdict
+from tests.support import suites
+from tests.support.suites import Outcome, again, verdict
 
 TESTS = """
 import pytest
@@ -92,3 +93,38 @@ def test_what_is_left_in_shared_memory_fails_ci_only(monkeypatch: pytest.MonkeyP
     assert not verdict([outcome({})], everything=False, leaked=["kvtools.kvd.x"], seconds=1)
     monkeypatch.delenv("CI")
     assert verdict([outcome({})], everything=False, leaked=["kvtools.kvd.x"], seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("second", "phase", "count", "ok"),
+    [
+        ("passes", "call", 1, True),
+        ("passes", "setup", 3, True),
+        ("fails", "call", 1, False),
+        ("passes", "teardown", 1, False),
+        ("passes", "call", 4, False),
+    ],
+)
+def test_what_failed_beside_others_gets_one_run_alone(
+    second: str,
+    phase: str,
+    count: int,
+    ok: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Few failures, none of them in a clean-up; and whoever reads the last lines learns of it."""
+    marks = f"@pytest.mark.real('kvd')\n@pytest.mark.parametrize('n', range({count}))"
+    (tmp_path / "test_some.py").write_text(f"import pytest\n{marks}\ndef test_it(n): assert {second == 'passes'}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = real(part)\naddopts = -p tests.support.real_parts\n")
+    monkeypatch.setattr(suites, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    first = outcome({}, ok=False)
+    first.status, first.failures = 1, [(f"test_some.py::test_it[{n}]", phase) for n in range(count)]
+    first.counts["failed"] = count
+    again([first], {"base": Path(sys.executable).parent})
+    assert verdict([first], everything=False, leaked=[], seconds=1) is ok
+    text = capsys.readouterr().out
+    assert ("  failed beside the others, passed alone: test_some.py::test_it[0]" in text) is ok
+    assert (f"{5 + count} passed, 0 failed" in text) is ok

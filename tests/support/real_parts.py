@@ -3,9 +3,11 @@
 A test that runs against a real thing (an engine, the daemon, a terminal) carries `@pytest.mark.real("kvd", ...)`. When
 KVTEST_COUNTS names a file, the plugin leaves one JSON object there for `tests.support.suites`, which adds them up:
 
-    {"passed": 12, "failed": 0, "skipped": 1, "real": {"kvd": 7}, "declared": ["kvd", "tmux"], "skips": [[test, reason]]}
+    {"passed": 12, "failed": 1, "skipped": 1, "real": {"kvd": 7}, "declared": ["kvd", "tmux"], "skips": [[test, reason]],
+     "failures": [[test, "call"]]}
 
-`declared` holds every part that some collected test names, so that a part whose tests all vanished is noticed.
+`failures` says in which phase each failed (setup, call, teardown, collect). `declared` holds every part that some collected
+test names, so that a part whose tests all vanished is noticed.
 """
 
 import json
@@ -40,6 +42,7 @@ class RealParts:
         self.real: Counter[str] = Counter()
         self.declared: set[str] = set()
         self.skips: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, str]] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -54,6 +57,7 @@ class RealParts:
             self._skip(report)
         elif report.failed:
             self.outcomes["failed"] += 1
+            self.failures.append((report.nodeid, str(report.when)))
         elif report.when == "call":
             self.outcomes["passed"] += 1
             for name, value in report.user_properties:
@@ -65,6 +69,7 @@ class RealParts:
             self._skip(report)
         elif report.failed:
             self.outcomes["failed"] += 1
+            self.failures.append((report.nodeid, "collect"))
 
     def _skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         self.outcomes["skipped"] += 1
@@ -86,6 +91,7 @@ class RealParts:
                 "real": dict(self.real),
                 "declared": sorted(self.declared),
                 "skips": self.skips,
+                "failures": self.failures,
             }
             Path(path).write_text(json.dumps(counts))
 

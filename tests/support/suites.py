@@ -6,8 +6,10 @@
     python -m tests.support.suites slow     what is marked slow, in both environments
 
 Each suite is a pytest process in its own environment (.venv, .venv-vllm); they run side by side, since most tests wait for
-processes and time-outs rather than for a core. The last lines say, for all of them together, how many tests passed and how
-many of those ran against each real part. Exit status 0 only when everything passed.
+processes and time-outs rather than for a core. That is a load which no other machine has, so up to AGAIN_AT_MOST tests that
+failed in it are run once more when all is quiet; one that passes then is named as such, with its first failure
+above, and is a defect all the same: of the test or of what it tests. The last lines say, for all suites together, how many
+tests passed and how many of those ran against each real part. Exit status 0 only when everything passed.
 """
 
 import json
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,8 @@ BASE = ROOT / ".venv" / "bin"
 ENGINE = ROOT / ".venv-vllm" / "bin"
 TIERS = "tests/kvd/adapters"
 """A third of the base suite's time by itself: servers that are slow, hang or are away."""
+AGAIN_AT_MOST = 3
+"""Failed tests that get a second run. More of them are no accident."""
 REQUIRED = ("vllm", "kvd", "segments", "tmux")
 """Real parts that `all` must have tested, beside those that some test declares."""
 
@@ -48,7 +52,12 @@ class Outcome:
     real: Counter[str] = field(default_factory=Counter)
     declared: set[str] = field(default_factory=set)
     skips: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
     output: str = ""
+    status: int = 0
+    """pytest's exit status; 1: tests failed, and nothing worse."""
+    only_alone: list[str] = field(default_factory=list)
+    """Tests that failed beside the others and passed when run again."""
 
     def line(self) -> str:
         tests = "".join(f", {self.counts[word]} {word}" for word in ("passed", "failed", "skipped") if self.counts.total())
@@ -119,8 +128,26 @@ def suite(name: str, python: Path, arguments: Sequence[str], *, aside: bool = Fa
         Counter(found["real"]),
         set(found["declared"]),
         [(test, reason) for test, reason in found["skips"]],
+        [(test, phase) for test, phase in found["failures"]],
         output,
+        run.returncode,
     )
+
+
+def again(outcomes: Sequence[Outcome], pythons: Mapping[str, Path]) -> None:
+    """Run once more, alone, what failed, where that is little and failed in no clean-up: what was left behind was left behind."""
+    failed = [outcome for outcome in outcomes if outcome.failures]
+    phases = {phase for outcome in failed for _, phase in outcome.failures}
+    if sum(len(outcome.failures) for outcome in failed) > AGAIN_AT_MOST or phases & {"teardown", "collect"}:
+        return
+    for outcome in failed:
+        tests = [test for test, _ in outcome.failures]
+        second = suite(f"{outcome.name}, what failed, again", pythons[outcome.name], ["-m", "", *tests])
+        if second.ok and second.counts == Counter(passed=len(tests)):
+            outcome.ok, outcome.only_alone = outcome.status == 1, tests
+            outcome.counts += Counter(passed=len(tests))
+            outcome.counts["failed"] = 0
+            outcome.real += second.real
 
 
 def suites(which: str, *, engine: bool) -> list[Outcome]:
@@ -133,6 +160,7 @@ def suites(which: str, *, engine: bool) -> list[Outcome]:
         for one in beside:
             outcomes.append(one.result())
             print(outcomes[-1].output, flush=True)
+    again(outcomes, {"base": BASE, **{name: python for name, python, _ in aside}})
     return outcomes
 
 
@@ -150,6 +178,8 @@ def verdict(outcomes: Sequence[Outcome], *, everything: bool, leaked: Sequence[s
         print(outcome.line())
         for test, reason in outcome.skips:
             print(f"  skipped: {test}: {reason}" + (f" (allowed: {why})" if (why := allowed(reason)) else ""))
+        for test in outcome.only_alone:
+            print(f"  failed beside the others, passed alone: {test}")
     for name in leaked:
         print(f"left behind: {name}")
     untested = sorted(part for part in declared if not real[part]) if everything else []
