@@ -36,6 +36,8 @@ from tests.kvgate.harness import free_port
 from tests.support.processes import SCRIPTS
 
 CHUNKS = 10_000
+STREAMS = 7
+"""Pairs of streams a round: one lasts as long as a hiccup of the scheduler."""
 IDLE_STREAMS = 1000
 _SMALL = (
     b'{"id":"x","object":"text_completion","choices":[{"index":0,"text":"hi"}],"usage":{"prompt_tokens":1,"completion_tokens":1}}'
@@ -274,7 +276,7 @@ async def _numbers(engine: int, port: int, process: psutil.Process, *, quick: bo
     for _ in range(rounds):
         direct.append(await _latency(engine, count))
         through.append(await _latency(port, count))
-        streams.append((await _stream(engine), await _stream(port)))
+        streams += [(await _stream(engine), await _stream(port)) for _ in range(STREAMS)]
     before, start = _cpu(process), time.perf_counter()
     total = 6400 if quick else 32_000
     await _load(port, total)
