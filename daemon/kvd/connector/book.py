@@ -29,7 +29,7 @@ HINTS = {
     "hash_seed": "set PYTHONHASHSEED to the same value for all engines, or for none",
     "hash_algorithm": "give all engines one --prefix-caching-hash-algo",
     "chunk_tokens": "give all engines one KVD_CHUNK_TOKENS, or leave it at auto",
-    "tenant": "KVD_TENANT keeps them apart on purpose",
+    "tenant": "KVD_TENANT keeps them apart on purpose, or one of them reset its caches (KVD_RESET)",
 }
 
 

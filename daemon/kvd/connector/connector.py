@@ -35,7 +35,7 @@ from kvd.connector.direct_setup import StartRefused
 from kvd.connector.groups import Unsupported, groups_of, unit_bytes_of
 from kvd.connector.link import Link, wait_up
 from kvd.connector.metrics import Counters
-from kvd.connector.plan import Plan, RankIdentity, Report
+from kvd.connector.plan import Known, Plan, RankIdentity, Report
 from kvd.connector.scheduler import Scheduler, Step
 from kvd.connector.segment import Publisher
 from kvd.connector.settings import read_settings
@@ -62,8 +62,8 @@ class KvdMetadata(KVConnectorMetadata):
     """Scheduler to workers, every step."""
 
     plan: Plan = field(default_factory=Plan)
-    hashes: tuple[str, str] = ("", "")
-    """Algorithm and seed of the block hashes, as the scheduler uses them: told once, for who asks the workers."""
+    known: Known = field(default_factory=Known)
+    """Told once, and again after a reset, for who asks the workers."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self._publisher: Publisher | None = None
         self._introduction: dict[int, RankIdentity] = {}
         self._results = Results()
-        self._hashes = ("", "")
+        self._known = Known()
         self._saves = self._settings.save and transfer.kv_role != "kv_consumer"
         self._loads = self._settings.load and transfer.kv_role != "kv_producer"
         if role == KVConnectorRole.SCHEDULER:
@@ -175,7 +175,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _say_view(self, view: View) -> None:
         """With the first request: who this engine is, into the daemon's book and, with the next step, to the workers."""
-        self._hashes = (view.hashes.algorithm, view.hashes.none_hash)
+        self._known = Known(view.hashes.none_hash, view.tenant)
         book.compare_soon(self._links.facts(), replace(view, name=f"pid {os.getpid()} on {platform.node()}"))
 
     def _choose_recompute(self) -> None:
@@ -297,8 +297,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         if not isinstance(metadata, KvdMetadata):
             return Plan()
-        if metadata.hashes[1]:
-            self._hashes = metadata.hashes
+        if metadata.known.none_hash:
+            self._known = metadata.known
         return metadata.plan
 
     def describe(self) -> dict[str, Any]:
@@ -308,7 +308,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             self._identity,
             settings=self._settings,
-            hashes=self._hashes,
+            known=self._known,
             saves=self._saves,
             loads=self._loads,
             links=self._links,
@@ -376,8 +376,8 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return KvdMetadata()
         plan = self._planned(scheduler_output)
-        hashes, self._hashes = self._hashes, ("", "")
-        return KvdMetadata(plan if plan is not None else self._scheduler.doomed(), hashes)
+        known, self._known = self._known, Known()
+        return KvdMetadata(plan if plan is not None else self._scheduler.doomed(), known)
 
     @guarded(_nothing)
     def _planned(self, output: "SchedulerOutput") -> Plan | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvd.connector.groups import Unsupported, groups_of
-from kvd.connector.plan import RankIdentity
+from kvd.connector.plan import Known, RankIdentity
 from kvd.connector.settings import Settings
 from kvd.connector.view import NotAView, View, rank_json, rank_of
 from kvd.wire.connection import default_socket
@@ -46,12 +46,12 @@ def of_worker(
     identity: RankIdentity,
     *,
     settings: Settings,
-    hashes: tuple[str, str],
+    known: Known,
     saves: bool,
     loads: bool,
     links: "Links",
 ) -> dict[str, Any]:
-    """One worker's description. `hashes`: algorithm and seed where the scheduler has told them."""
+    """One worker's description. `known`: what the scheduler has told it."""
     try:
         groups = [[g.id, g.block_tokens, g.window, g.local] for g in groups_of(kv_cache_config)]
     except Unsupported:
@@ -63,8 +63,8 @@ def of_worker(
         "groups": groups,
         "hash_tokens": kv_cache_config.hash_block_size or cache.block_size,
         "algorithm": str(cache.prefix_caching_hash_algo),
-        "none_hash": hashes[1],
-        "tenant": settings.tenant,
+        "none_hash": known.none_hash,
+        "tenant": known.tenant or settings.tenant,
         "saves": saves,
         "loads": loads,
         "socket": str(settings.socket or default_socket()),

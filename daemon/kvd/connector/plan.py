@@ -53,6 +53,17 @@ class Unsaved:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What only the scheduler knows of the names that chunks are stored under: the seed of block hashes, and the tenant.
+
+    `none_hash`: as used, in hex, '' until the first request. `tenant`: KVD_TENANT, and after a reset what sets this engine apart.
+    """
+
+    none_hash: str = ""
+    tenant: str = ""
+
+
 @dataclass(slots=True)
 class Plan:
     """One step's work for every worker."""

@@ -17,6 +17,7 @@ Tiers that must do I/O to tell what they hold are asked on a thread, while `matc
 import contextlib
 import logging
 import operator
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kvd.connector import parameters
 from kvd.connector.fingerprint import salt_of, salted
 from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
@@ -34,7 +36,6 @@ from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save, Uns
 from kvd.connector.settings import Settings
 from kvd.connector.view import HashSource, View
 from kvd.errors import KvdError
-from kvd.store.retention import Retention
 from kvd.wire.protocol import SOURCES
 
 logger = logging.getLogger("vllm.kvd")
@@ -95,6 +96,7 @@ class Tracked:
     keys: Keys
     retention: str
     ttl_s: float | None
+    tenant: str
     salt: bytes
     answer: Answer | None = None
     asked: int | None = None
@@ -176,6 +178,7 @@ class Scheduler:
         self._drop = drop_units * self.unit
         self._unit_bytes = unit_bytes
         self._clock = clock
+        self._tenant = settings.tenant
         self._state = _State()
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
@@ -206,7 +209,7 @@ class Scheduler:
         algorithm, seed = self._hash_source()
         ranks = dict.fromkeys(rank.namespaces for rank in self._state.ranks)
         firsts = tuple(next(rank for rank in self._state.ranks if rank.namespaces == names) for names in ranks)
-        return View(firsts, self.groups, HashSource(algorithm, seed, self.hash_tokens), self.chunk, self.settings.tenant)
+        return View(firsts, self.groups, HashSource(algorithm, seed, self.hash_tokens), self.chunk, self._tenant)
 
     def _choose_chunk(self, direct: bool) -> None:
         """The size of chunks: large where every worker moves them past the daemon. What was cut before is cut anew."""
@@ -237,16 +240,14 @@ class Scheduler:
         """A request this side has not seen; calling again is harmless."""
         found = self._requests.get(request.request_id)
         if found is None:
-            given = request.kv_transfer_params
-            parameters = given if isinstance(given, Mapping) else {}
-            algorithm, seed = self._hash_source()
-            tenant = "\0".join(filter(None, (self.settings.tenant, str(parameters.get("kvd_namespace") or ""))))
+            given = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
             found = self._requests[request.request_id] = Tracked(
                 request=request,
                 keys=self._keys_of(request),
-                retention=_retention(parameters),
-                ttl_s=_ttl(parameters),
-                salt=salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=tenant),
+                retention=parameters.retention(given),
+                ttl_s=parameters.ttl(given),
+                tenant=(tenant := str(given.get("kvd_namespace") or "")),
+                salt=self._salt(tenant),
             )
         return found
 
@@ -545,18 +546,27 @@ class Scheduler:
             self._forget_loading(tracked)
 
     def reset(self) -> bool:
-        """Drop everything stored for this engine's identity, unless told to keep it (KVD_RESET). Whether that worked.
+        """What KVD_RESET says: nothing stored before is loaded by this engine from now on, or by any, or it is kept.
 
-        vLLM resets when weights may change, and whenever it goes to sleep: it does not say which.
+        vLLM resets when weights may change, and whenever it goes to sleep: it does not say which. Other engines may have other
+        weights then, so what this one computes with its own is nobody else's until it starts again from the weights' files.
         """
         self._bad.clear()
+        self._pending = self.doomed().loads
+        if self.settings.reset == "private":
+            self._tenant = f"{self.settings.tenant} reset {secrets.token_hex(16)}".strip()
+            self._state.compared = False
+            logger.info("kvd: the engine reset its caches: it shares nothing any more until it restarts (KVD_RESET=private)")
         for tracked in self._requests.values():
-            tracked.answer = None
+            tracked.answer = tracked.asking = None
             tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
+            tracked.salt = self._salt(tracked.tenant)
         if self.settings.reset == "keep":
             logger.info("kvd: the engine reset its caches; what is stored is kept (KVD_RESET=keep)")
-            return True
-        namespaces = {*self.namespaces(self._own_salt()), *(one for known in self._state.asked.values() for one in known)}
+        return self.settings.reset != "clear" or self._clear()
+
+    def _clear(self) -> bool:
+        namespaces = {*self.namespaces(self._salt("")), *(one for known in self._state.asked.values() for one in known)}
         try:
             for namespace in sorted(namespaces):
                 self._link.call(operator.methodcaller("clear", namespace=namespace))
@@ -570,29 +580,8 @@ class Scheduler:
         if self._askers is not None:
             self._askers.shutdown(wait=False, cancel_futures=True)
 
-    def _own_salt(self) -> bytes:
+    def _salt(self, tenant: str) -> bytes:
+        """What completes the namespaces, for requests of this tenant (`kvd_namespace`)."""
         algorithm, seed = self._hash_source()
-        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=self.settings.tenant)
-
-
-def _retention(parameters: Mapping[str, Any]) -> str:
-    word = str(parameters.get("kvd_retention") or parameters.get("infera_retention") or "long")
-    try:
-        return Retention.of(word).name.lower()
-    except ValueError as error:
-        logger.warning("kvd: %s; stored as long", error)
-        return "long"
-
-
-def _ttl(parameters: Mapping[str, Any]) -> float | None:
-    value = parameters.get("kvd_ttl_seconds", parameters.get("infera_ttl_seconds"))
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 < seconds < 10 * 365 * 86400:
-        logger.warning("kvd: kvd_ttl_seconds %r is not a number of seconds; stored without an expiry", value)
-        return None
-    return seconds
+        words = "\0".join(filter(None, (self._tenant, tenant)))
+        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=words)

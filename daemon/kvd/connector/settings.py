@@ -63,8 +63,8 @@ def _roots(text: str) -> tuple[Path, ...]:
 
 def _reset(text: str) -> str:
     word = text.strip().lower()
-    if word not in {"clear", "keep"}:
-        raise UsageError(f"neither clear nor keep: {text!r}")
+    if word not in {"private", "clear", "keep"}:
+        raise UsageError(f"neither private, clear nor keep: {text!r}")
     return word
 
 
@@ -99,10 +99,11 @@ SETTINGS = [
     Setting(
         "reset",
         _reset,
-        "clear",
+        "private",
         ("KVD_RESET",),
-        help="when vLLM resets its caches, as also before it sleeps: clear what is stored for the model, by all engines (right "
-        "where weights are updated in a running engine), or keep it (where they never are)",
+        help="when vLLM resets its caches, as also before it sleeps: private: the engine finds nothing stored before, and shares "
+        "nothing until it restarts, since its weights may have changed; keep: nothing happens (they never do); clear: what is "
+        "stored for the model is deleted, for all engines (they change together)",
     ),
     Setting(
         "ais",

@@ -92,7 +92,7 @@ def test_blocks_that_a_window_gives_up_within_a_prompt_are_saved_before(kvd_daem
 def test_a_reset_drops_what_is_in_files_too(kvd_daemon: MakeDaemon) -> None:
     daemon = kvd_daemon(max_bytes="64MiB", tier="256MiB")
     one = prompt(600, 3)
-    with Engine(model(), daemon.socket, env={"KVD_AIS": "require", "KVD_CHUNK_TOKENS": "128"}) as only:
+    with Engine(model(), daemon.socket, env={"KVD_AIS": "require", "KVD_CHUNK_TOKENS": "128", "KVD_RESET": "clear"}) as only:
         only.generate([one])
         assert only.ask("reset", connector=True)
         assert only.one(one)["cached"] == 0

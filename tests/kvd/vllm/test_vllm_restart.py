@@ -144,3 +144,23 @@ def _until_stored(engine: Engine, one: list[int]) -> None:
         return engine.metrics()["vllm:kvd_saves"] > saves
 
     wait_until(stored, timeout_s=20.0, interval_s=0.2, what="the engine to find the daemon again")
+
+
+def test_after_a_reset_an_engine_shares_nothing_until_it_restarts(kvd_daemon: MakeDaemon) -> None:
+    """What resets an engine may have changed its weights; those it starts with are the files'."""
+    daemon = kvd_daemon(max_bytes="64MiB")
+    one = prompt(600, 3)
+    with Engine(model(), daemon.socket) as engine:
+        cold = engine.one(one)
+        assert engine.ask("reset", connector=True)
+        again = engine.one(one)
+        assert (again["cached"], again["tokens"]) == (0, cold["tokens"])
+        assert engine.ask("reset")
+        own = engine.one(one)
+        assert (own["cached"], own["tokens"]) == (576, cold["tokens"]), "what it has stored since"
+    with Engine(model(), daemon.socket) as engine:
+        warm = engine.one(one)
+        assert (warm["cached"], warm["tokens"]) == (576, cold["tokens"])
+        daemon.kill9()
+        assert engine.ask("reset", connector=True), "no daemon is no reason to refuse a sleep"
+        assert engine.one(one)["tokens"] == cold["tokens"]
