@@ -7,6 +7,7 @@
     worker        in each worker: move the bytes
     lookup        which chunks of a prefix are there
     plan          what the scheduler tells the workers, and what they report back
+    parameters    what a request asks for: retention, expiry, tenant
     keys          which tokens make a chunk, and its 32-byte key
     groups        cache groups: which blocks of a chunk are stored (sliding windows keep only their tail)
     layout        where the bytes of a block lie, whatever the engine's KV layout
