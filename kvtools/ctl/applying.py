@@ -2,8 +2,8 @@
 
 Once: read, share out, show, ask where it takes memory in use, write all or nothing. With --watch the same again every
 interval: pools that appeared take part, stale ones do not, an idle one (use unchanged and within its floor for `idle_after`)
-keeps its floor, so memory goes to those that work. A watch without --yes never takes memory in use: such a pool is granted
-what it uses until it lets go. What cannot be met now is said once and tried again; nothing but a signal ends a watch.
+keeps its floor, so memory goes to those that work. A watch without --yes never takes memory in use, fixed limits or not: such
+a pool is granted what it uses until it lets go; nor does it leave an engine no memory at all. What cannot be met now is said once and tried again; nothing but a signal ends a watch.
 """
 
 import time
@@ -16,7 +16,7 @@ from kvtools.ctl.asking import agree
 from kvtools.ctl.limits import acting, gpu_total
 from kvtools.ctl.plan import Candidate, Plan, PlanError, Target, apply_targets, parse_plan, share_out
 from kvtools.ctl.watching import check_interval, repeat
-from kvtools.errors import KvError, NotFound, Unreachable
+from kvtools.errors import KvError, NotFound, Unreachable, UsageError
 from kvtools.output import emit, emit_json, note, printable, table
 from kvtools.segments import pool
 from kvtools.segments.owner import PoolState, judge
@@ -37,18 +37,27 @@ def run_apply(
         keeper = Keeper(plan, budget, root=root, gentle=not yes, as_json=as_json)
         repeat(keeper.round, interval_s=interval_s, count=count)
         return
-    states, _ = _look(root)
+    states = _look(root, plan)
     targets = share_out(plan, [_candidate(state) for state in states], budget_bytes=budget, may_be_missing=watch)
     _say_unplanned(plan, states)
     if dry_run:
         _report(targets, [], budget or plan.budget_bytes, as_json, applied=False)
         return
-    for target in (target for target in targets if target.below_use):
-        used = f"{printable(target.name)}: {format_size(target.reading.used_bytes)} are in use"
-        what = f"{used}: at {format_size(target.limit_bytes)} its engine will preempt requests"
+    for what in filter(None, map(_unsafe, targets)):
         agree(f"{what}. Go on?", yes=yes, refusal=what)
     changes = apply_targets(targets, by=acting("kvctl apply"), root=root)
     _report(targets, changes, budget or plan.budget_bytes, as_json, applied=True)
+
+
+def _unsafe(target: Target) -> str:
+    """What an operator has to agree to before this target is written; empty where nothing speaks against it."""
+    name = printable(target.name)
+    if target.leaves_nothing:
+        return f"{name}: the plan leaves it 0 B: its engine has no memory for requests then"
+    if target.below_use:
+        used = format_size(target.reading.used_bytes)
+        return f"{name}: {used} are in use: at {format_size(target.limit_bytes)} its engine will preempt requests"
+    return ""
 
 
 def read_plan(file: Path) -> Plan:
@@ -72,7 +81,8 @@ def _yaml(text: bytes, file: Path) -> Any:
         """SafeLoader lets a later key win in silence: two entries for one segment are a slip, so it is an error here."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            merge = "tag:yaml.org,2002:merge"  # `<<: *other`: keys that come by it may be given anew
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
             for i, key in enumerate(keys):
                 if key in keys[:i]:
                     raise PlanError(f"plan {printable(str(file))}, line {node.start_mark.line + 1}: {key!r} is given twice")
@@ -106,9 +116,11 @@ class Keeper:
     def round(self) -> None:
         """Look, share out, write what differs, say what changed. Errors of one round are said and end nothing."""
         try:
-            states, _ = _look(self._root)
+            states = _look(self._root, self._plan, may_be_missing=True)
             candidates = [_candidate(state, idle=self._idle(state)) for state in states]
             targets = share_out(self._plan, candidates, budget_bytes=self._budget, may_be_missing=True, gentle=self._gentle)
+            if self._gentle and (nothing := [target for target in targets if target.leaves_nothing]):
+                raise PlanError(_unsafe(nothing[0]), hint="raise the budget or its floor, or add --yes")
             changes = apply_targets(targets, by=acting("kvctl apply --watch"), root=self._root)
         except KvError as error:
             if error.message != self._said:
@@ -136,11 +148,25 @@ class Keeper:
         return used <= share.floor_bytes and now - since >= self._plan.idle_after_s
 
 
-def _look(root: Path) -> tuple[list[PoolState], list[pool.PoolProblem]]:
-    """Pools whose engine lives or may live: a stale one holds nothing worth sharing with."""
+def _look(root: Path, plan: Plan, *, may_be_missing: bool = False) -> list[PoolState]:
+    """Pools whose engine lives or may live: a stale one holds nothing worth sharing with.
+
+    One that the plan speaks for and that cannot be read (locked, another user's) is that error: what it holds is unknown, so
+    giving its part to others could exceed the budget. A stale one that the plan names is NotFound unless it may be missing.
+    """
     listing = pool.list_pools(root)
+    for problem in listing.unreadable:
+        if plan.share_of(problem.name):
+            raise problem.error
     states = [judge(reading, root=root) for reading in listing.pools]
-    return [state for state in states if state.state != "stale"], listing.unreadable
+    for state in states:
+        share = plan.share_of(state.name)
+        if state.state == "stale" and share and not (share.is_pattern or share.optional or may_be_missing):
+            raise NotFound(
+                f"segment {printable(state.name)} is stale: its engine is gone",
+                hint="mark it optional: true if it may be missing; kvctl prune removes what it left",
+            )
+    return [state for state in states if state.state != "stale"]
 
 
 def _candidate(state: PoolState, *, idle: bool = False) -> Candidate:
@@ -151,7 +177,11 @@ def _candidate(state: PoolState, *, idle: bool = False) -> Candidate:
 def _budget(plan: Plan) -> int | None:
     if plan.budget_gpu is None or plan.budget_percent is None:
         return None
-    return int(gpu_total(plan.budget_gpu)[0] * plan.budget_percent / 100)
+    try:
+        whole, _ = gpu_total(plan.budget_gpu)
+    except UsageError as error:
+        raise PlanError(f"budget.gpu: {error.message}", hint="kvctl show lists the GPUs; or write the budget as a size") from None
+    return int(whole * plan.budget_percent / 100)
 
 
 def _say_unplanned(plan: Plan, states: Sequence[PoolState]) -> None:

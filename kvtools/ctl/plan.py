@@ -29,7 +29,7 @@ from typing import Any
 
 from kvtools.errors import KvError, NotFound, UsageError
 from kvtools.output import printable
-from kvtools.segments.files import SHM
+from kvtools.segments.files import SHM, check_name
 from kvtools.segments.owner import change_limit
 from kvtools.segments.pool import LimitChange, PoolReading
 from kvtools.units import format_size, parse_duration, parse_size
@@ -107,6 +107,11 @@ class Target:
         """Whether it takes memory that is in use: the engine would preempt requests."""
         return self.limit_bytes < min(self.reading.used_bytes, self.reading.limit_bytes)
 
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether it takes all memory from an engine that had some: it would serve no more."""
+        return self.limit_bytes == 0 < self.reading.limit_bytes
+
 
 # --- parsing ---------------------------------------------------------------------------------------------------------
 
@@ -120,7 +125,7 @@ def parse_plan(data: Any) -> Plan:
     segments = _mapping(top.get("segments"), "segments", None)
     if not segments:
         raise PlanError("the plan names no segments", hint="list them under segments:, each with limit, or weight, floor, ceiling")
-    shares = tuple(_share(str(name), value) for name, value in segments.items())
+    shares = tuple(_share(_name(name), value) for name, value in segments.items())
     budget, gpu, percent = _budget(top.get("budget"))
     if budget is None and gpu is None and any(share.limit_bytes is None for share in shares):
         raise PlanError("the plan shares by weight but has no budget", hint="add budget: SIZE, or give every segment a limit")
@@ -129,6 +134,18 @@ def parse_plan(data: Any) -> Plan:
     if budget is not None:
         _check_sum(plan, budget, [share for share in shares if not share.is_pattern and not share.optional])
     return plan
+
+
+def _name(key: Any) -> str:
+    """The name or pattern `key`. What YAML takes for a number, a date or a truth value (`on`, `012`) is not guessed back."""
+    if not isinstance(key, str):
+        raise PlanError(f"segments: a name has to be text, and YAML reads this one as {key!r}", hint="put the name in quotes")
+    if any(c in key for c in "*?["):
+        return key
+    try:
+        return check_name(key)
+    except UsageError as error:
+        raise PlanError(f"segments: {error.message}", hint=error.hint) from None
 
 
 def _share(name: str, value: Any) -> Share:
@@ -181,7 +198,9 @@ def _size(value: Any, where: str) -> int:
     try:
         return parse_size(str(value))
     except UsageError as error:
-        raise PlanError(f"{where}: {error.message}", hint=error.hint) from None
+        share = where == "budget" and str(value).rstrip().endswith("%")
+        hint = "a share of a GPU is written {gpu: 0, percent: 90}" if share else error.hint
+        raise PlanError(f"{where}: {error.message}", hint=hint) from None
 
 
 def _duration(value: Any, where: str) -> float:
@@ -223,7 +242,7 @@ def share_out(
             raise NotFound(f"no segment named {printable(share.pattern)}", hint="mark it optional: true if it may be missing")
     spoken = [(found, candidate) for candidate in candidates if (found := plan.share_of(candidate.name))]
     spoken.sort(key=lambda pair: (plan.shares.index(pair[0]), pair[1].name))
-    fixed = {c.name: _capped(c, s.limit_bytes) for s, c in spoken if s.limit_bytes is not None}
+    fixed = {c.name: _fixed(c, s.limit_bytes, gentle) for s, c in spoken if s.limit_bytes is not None}
     shared = [(s, c) for s, c in spoken if s.limit_bytes is None]
     granted = _grant(shared, None if budget is None else budget - sum(fixed.values()), gentle)
     return [_target(candidate, share, {**fixed, **granted}[candidate.name]) for share, candidate in spoken]
@@ -234,11 +253,18 @@ def _capped(candidate: Candidate, size: int) -> int:
     return capped - capped % candidate.page_bytes if candidate.page_bytes else capped
 
 
+def _fixed(candidate: Candidate, size: int, gentle: bool) -> int:
+    """A fixed limit as far as the engine can use it; gently, not below what is in use now."""
+    kept = min(_rounded_up(candidate.reading.used_bytes, candidate.page_bytes), candidate.reading.limit_bytes) if gentle else 0
+    return max(_capped(candidate, size), kept)
+
+
 def _grant(shared: Sequence[tuple[Share, Candidate]], room: int | None, gentle: bool) -> dict[str, int]:
     """What each pool gets of `room`, priority by priority, from the highest; within one by weight."""
     if not shared:
         if room is not None and room < 0:
-            raise PlanError("the plan cannot be met: its fixed limits exceed the budget", hint="lower some, or raise the budget")
+            what = "what the segments with fixed limits hold exceeds" if gentle else "its fixed limits exceed"
+            raise PlanError(f"the plan cannot be met: {what} the budget", hint="lower some, or raise the budget")
         return {}
     assert room is not None  # parse_plan: weights need a budget
     bounds = {candidate.name: _bounds(share, candidate, gentle) for share, candidate in shared}

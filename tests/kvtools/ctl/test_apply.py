@@ -1,5 +1,6 @@
 """kvctl apply on plan files: once, as a dry run, and kept in force while engines come, go and idle."""
 
+import fcntl
 import json
 import subprocess
 import time
@@ -62,6 +63,10 @@ def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
         ("segments: {nowhere: {limit: 1G}}", 3, "no segment named nowhere"),
         ("budget: 1G\nsegments: {x: {floor: 2G}}", 2, "cannot be met"),
         ("segments: {x: {limit: 1M}}", 5, "x: 512 MiB are in use: at 1 MiB its engine will preempt requests"),
+        ("segments: {x: {limit: 0}}", 5, "x: the plan leaves it 0 B: its engine has no memory for requests then"),
+        ("budget: {gpu: 7}\nsegments: {x: {}}", 2, "budget.gpu: no GPU 7\nhint: kvctl show lists the GPUs; or write the budget as a"),
+        ("segments: {on: {limit: 1G}}", 2, "YAML reads this one as True\nhint: put the name in quotes"),
+        ("segments: {x: {limit: 1G}, '../y': {limit: 1G, optional: true}}", 2, "not a segment name: ../y"),
     ],
 )
 def test_bad_plans_change_nothing(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path], text: str, status: int, said: str) -> None:
@@ -85,13 +90,67 @@ def test_memory_in_use_is_taken_with_a_yes(kvctl: Kvctl, shm: Path, plan: Callab
     assert limits(shm) == {"x": MiB}
 
 
-def test_a_locked_segment_leaves_all_as_it_was(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
-    """The last one written cannot be: the others are taken back."""
+def test_0_bytes_are_given_with_a_yes(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    pool.create_pool("x", GiB, root=shm)
+    file = plan("budget: 0\nsegments: {x: {}}")
+    assert kvctl("apply", file).rc == 5, "nothing is in use, and its engine would serve nobody all the same"
+    ran = kvctl("apply", file, "--watch", "--count", "2", "-i", "50ms")
+    assert (ran.rc, ran.stdout, limits(shm)) == (0, "", {"x": GiB})
+    assert ran.stderr.count("x: the plan leaves it 0 B") == 1
+    assert kvctl("apply", file, "--yes").rc == 0
+    assert limits(shm) == {"x": 0}
+    assert kvctl("apply", file).rc == 0, "it has none already"
+
+
+def test_a_watch_without_a_yes_waits_with_a_fixed_limit_until_memory_is_free(
+    kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
+) -> None:
+    pool.create_pool("x", GiB, used_bytes=512 * MiB, root=shm)
+    words = ("apply", plan("segments: {x: {limit: 1M}}"), "--watch", "--count", "1")
+    assert kvctl(*words).rc == 0
+    assert limits(shm) == {"x": 512 * MiB}, "what is in use stays; what is not goes"
+    pool.write_usage("x", 0, 0, root=shm)
+    assert kvctl(*words).rc == 0
+    assert limits(shm) == {"x": MiB}
+
+
+def test_what_is_no_segment_is_a_missing_one(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
     for name in ("a", "b"):
         pool.create_pool(name, GiB, root=shm)
     (shm / "c").write_bytes(b"")
     ran = kvctl("apply", plan("segments: {a: {limit: 512M}, b: {limit: 2G}, c: {limit: 1G}}"))
     assert (ran.rc, limits(shm)) == (3, {"a": GiB, "b": GiB})
+
+
+def test_a_locked_segment_leaves_all_as_it_was(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    """What it holds is unknown: it is neither missing, nor may its part be given to the others."""
+    for name in ("a", "b"):
+        pool.create_pool(name, GiB, root=shm)
+    file = plan("budget: 1G\nsegments: {a: {}, 'b*': {optional: true}}")
+    with (shm / "b").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ran = kvctl("apply", file)
+        assert (ran.rc, "segment b stayed locked" in ran.stderr) == (6, True)
+        ran = kvctl("apply", file, "--watch", "--count", "1")
+        assert (ran.rc, "segment b stayed locked" in ran.stderr) == (0, True)
+    assert limits(shm) == {"a": GiB, "b": GiB}
+    assert kvctl("apply", file).rc == 0
+
+
+@pytest.mark.real("segments")
+def test_a_segment_whose_engine_is_gone_is_said_to_be(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    end(start_engine(shm, "x"))
+    ran = kvctl("apply", plan("segments: {x: {limit: 1M}}"))
+    assert (ran.rc, "segment x is stale: its engine is gone" in ran.stderr) == (3, True)
+    assert kvctl("apply", plan("segments: {x: {limit: 1M, optional: true}}")).rc == 0
+    assert limits(shm) == {"x": GiB}
+
+
+def test_yaml_that_merges_is_a_plan(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    for name in ("a", "b"):
+        pool.create_pool(name, GiB, root=shm)
+    assert kvctl("apply", plan("budget: 4G\nsegments:\n  a: &one {weight: 1, floor: 1M}\n  b: {<<: *one, weight: 3}")).rc == 0
+    assert limits(shm) == {"a": GiB, "b": 3 * GiB}
 
 
 def test_a_budget_of_a_gpu(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

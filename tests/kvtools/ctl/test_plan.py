@@ -50,6 +50,13 @@ def granted(plan: Any, *candidates: Candidate, **more: Any) -> dict[str, int]:
         ({"budget": "4G", "segments": {"a": {"optional": "yes"}}}, "optional: not true or false"),
         ({"budget": "4G", "segments": {"a": {"floor": "3G"}, "b": {"limit": "2G"}}}, "sum to 5 GiB, the budget is 4 GiB"),
         ({"budget": "4G", "idle_after": "soon", "segments": {"a": {}}}, "idle_after: not a duration"),
+        ({"budget": "90%", "segments": {"a": {}}}, "budget: not a size"),
+        ({"segments": {True: {"limit": "1G"}}}, "a name has to be text, and YAML reads this one as True"),
+        ({"segments": {12: {"limit": "1G"}}}, "YAML reads this one as 12"),
+        ({"segments": {None: {"limit": "1G"}}}, "YAML reads this one as None"),
+        ({"segments": {"a/b": {"limit": "1G"}}}, "segments: not a segment name: a/b"),
+        ({"segments": {".a": {"optional": True, "limit": "1G"}}}, r"segments: not a segment name: \.a"),
+        ({"segments": {"a" * 256: {"limit": "1G"}}}, "segments: segment name too long: 256 bytes"),
         ({"budget": "4G", "segments": {"a\x1b[2J": 5}}, r"segments\.a\\x1b\[2J"),
     ],
 )
@@ -128,6 +135,16 @@ def test_gentle_takes_nothing_in_use() -> None:
         granted(plan, a, candidate("b", limit=8 * GiB, used=7 * GiB), gentle=True)
 
 
+def test_gentle_takes_nothing_in_use_for_a_fixed_limit_either() -> None:
+    plan = {"segments": {"a": {"limit": "1G"}}}
+    assert granted(plan, candidate("a", limit=8 * GiB, used=7 * GiB)) == {"a": GiB}
+    assert granted(plan, candidate("a", limit=8 * GiB, used=7 * GiB), gentle=True) == {"a": 7 * GiB}
+    assert granted(plan, candidate("a", limit=4 * GiB, used=7 * GiB), gentle=True) == {"a": 4 * GiB}, "it is below use already"
+    assert granted(plan, candidate("a", limit=8 * GiB, used=GiB // 2), gentle=True) == {"a": GiB}
+    with pytest.raises(PlanError, match="what the segments with fixed limits hold exceeds the budget"):
+        granted({"budget": "5G", **plan}, candidate("a", limit=8 * GiB, used=7 * GiB), gentle=True)
+
+
 def test_floors_that_only_patterns_make_too_many_are_found_when_sharing() -> None:
     plan = {"budget": "4G", "segments": {"x*": {"floor": "3G"}}}
     assert granted(plan, candidate("x1")) == {"x1": 4 * GiB}
@@ -192,12 +209,12 @@ def test_a_plan_never_exceeds_its_budget_or_anyones_bounds(situation: tuple[Plan
         kept = gentle and target.limit_bytes == one.reading.limit_bytes
         assert not one.page_bytes or kept or target.limit_bytes % one.page_bytes == 0
         if share.limit_bytes is not None:
-            assert target.limit_bytes <= share.limit_bytes
+            assert target.limit_bytes <= share.limit_bytes or (gentle and target.limit_bytes <= one.reading.limit_bytes)
         elif share.ceiling_bytes is not None and not gentle:
             assert target.limit_bytes <= share.ceiling_bytes
         if share.limit_bytes is None and not (gentle and one.reading.used_bytes):
             assert not one.capacity_bytes or target.limit_bytes <= one.capacity_bytes
-        if gentle and share.limit_bytes is None and not one.idle and not one.page_bytes:
+        if gentle and not one.idle and not one.page_bytes:
             assert not target.below_use
 
 
