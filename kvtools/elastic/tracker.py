@@ -4,8 +4,9 @@ The engine owns the name for life (the sidecar's lock), makes the segment, tells
 answers it in the sidecar. One tracker a pool; a process may have several under different names, and each engine its own.
 
 Failures. A name that a living engine owns is Refused at the start. Later nothing here may harm the engine: a segment whose
-lock is stuck keeps its last numbers; one that was deleted under the engine is made again with the limit in force; no room in
-shared memory is logged once. Concurrency: one thread (the pool's follower) calls everything after the start.
+lock is stuck keeps its last numbers; what was deleted under the engine is made again with the limit in force, and where there
+is no room for it (said once a minute) the limit in force stays. An engine whose owner file was removed and whose name another
+one took since leaves the files alone: they are the other's. Concurrency: one thread (the pool's follower) calls everything after the start.
 """
 
 import logging
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from kvtools.elastic.memory import DeviceMemory, VirtualMemory
-from kvtools.errors import KvError, NotFound
+from kvtools.errors import KvError, NotFound, Refused
 from kvtools.segments import pool
 from kvtools.segments.files import SHM
 from kvtools.segments.owner import OwnerInfo, OwnerLock
@@ -43,13 +44,20 @@ class MemInfoTracker:
             self._owner.close()
             raise
         self._told = (0, 0)
+        self._taken = False
+        """Another engine has the name by now: what lies there is not ours to write or to remove."""
         self._complained = 0.0
 
     def poll(self) -> int | None:
         """The limit, where it is another one than at the last call or was written once more. Heals a segment that was deleted."""
         try:
-            if self._file.gone:
+            if self._file.gone or self._owner.lost:
                 self._heal()
+        except KvError as error:
+            self._complain(error)
+            if self._taken or self._file.gone:
+                return None
+        try:
             now = self._file.read().limit_bytes
         except KvError as error:
             self._complain(error)
@@ -66,7 +74,7 @@ class MemInfoTracker:
 
     def publish(self, used_bytes: int, prealloc_bytes: int) -> None:
         """Tell use and reserve, where they changed."""
-        if (used_bytes, prealloc_bytes) == self._told:
+        if (used_bytes, prealloc_bytes) == self._told or self._taken:
             return
         try:
             self._file.write_usage(used_bytes, prealloc_bytes)
@@ -93,18 +101,29 @@ class MemInfoTracker:
         return self._memory.device_memory() if self._memory is not None else None
 
     def _heal(self) -> None:
-        """The segment was deleted or replaced: make it again under the limit in force, and own the name again."""
-        logger.warning("kvtools: segment %s was deleted under its engine; it is made again", self.name)
-        try:
-            self.limit_bytes = pool.read_pool(self.name, root=self._root, timeout_s=PATIENCE_S).limit_bytes
-        except NotFound:
-            pool.create_pool(self.name, self.limit_bytes, root=self._root)
-        self._file.close()
-        self._file = pool.PoolFile(self.name, root=self._root, writable=True, timeout_s=PATIENCE_S)
-        self._told = (-1, -1)
+        """A file was deleted or replaced: own the name again, then make the segment again under the limit in force.
+
+        Raises KvErrors (no room, another engine has the name by now): what could not be done is tried again at the next look.
+        """
         if self._owner.lost:
+            try:
+                again = OwnerLock.acquire(self.name, self._info, root=self._root, patience_s=0.0, timeout_s=PATIENCE_S)
+            except Refused:
+                self._taken = True
+                raise
+            self._taken = False
             self._owner.close(remove=False)
-            self._owner = OwnerLock.acquire(self.name, self._info, root=self._root, timeout_s=PATIENCE_S)
+            self._owner = again
+        if self._file.gone:
+            try:
+                self.limit_bytes = pool.read_pool(self.name, root=self._root, timeout_s=PATIENCE_S).limit_bytes
+            except NotFound:
+                pool.create_pool(self.name, self.limit_bytes, root=self._root)
+            file = pool.PoolFile(self.name, root=self._root, writable=True, timeout_s=PATIENCE_S)
+            self._file.close()
+            self._file = file
+            self._told = (-1, -1)
+        logger.warning("kvtools: files of segment %s were deleted under its engine; they are made again", self.name)
 
     def _complain(self, error: Exception) -> None:
         if time.monotonic() - self._complained > 60:
@@ -113,7 +132,7 @@ class MemInfoTracker:
 
     def close(self) -> None:
         """Remove both files. A second call does nothing."""
-        if not self._file.gone:
+        if not (self._taken or self._file.gone):
             try:
                 pool.remove(self.name, root=self._root, timeout_s=PATIENCE_S)
             except KvError as error:

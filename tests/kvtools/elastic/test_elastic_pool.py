@@ -14,7 +14,7 @@ import pytest
 
 from kvtools.segments import owner, pool
 from kvtools.segments.stats import instance_of_pool, read_stats, stats_name
-from tests.support.processes import SHARED_MEMORY, Ran, wait_until
+from tests.support.processes import SHARED_MEMORY, Ran, freeze, wait_until
 
 MIB = 1 << 20
 Cli = Callable[..., Ran]
@@ -26,7 +26,7 @@ PAGES = {"KVTOOLS_PAGE_SIZE": "512K", "KVTOOLS_MIN_RESERVED_PAGES": "2", "KVTOOL
 class Process:
     """An engine-like process with pools."""
 
-    def __init__(self, *names: str, env: Mapping[str, str] = PAGES) -> None:
+    def __init__(self, *names: str, env: Mapping[str, str] = PAGES, wait: bool = True) -> None:
         self.names = names
         self._run = subprocess.Popen(
             [sys.executable, "-m", "tests.kvtools.elastic.pool_main", str(SHARED_MEMORY), *names],
@@ -37,8 +37,19 @@ class Process:
             text=True,
         )
         self.pid = self._run.pid
+        self.up = wait and self.wait()
+
+    def wait(self) -> bool:
+        """Until it is up; False where it ended instead."""
         assert self._run.stdout is not None
         self.up = self._run.stdout.readline() == "up\n"
+        return self.up
+
+    def freeze(self) -> None:
+        freeze(self.pid)
+
+    def thaw(self) -> None:
+        self._run.send_signal(signal.SIGCONT)
 
     def ask(self, *words: Any) -> Any:
         assert self._run.stdin is not None
@@ -74,8 +85,8 @@ Start = Callable[..., Process]
 def start(shm_name: Name) -> Iterator[Start]:
     made: list[Process] = []
 
-    def begin(*names: str, env: Mapping[str, str] | None = None) -> Process:
-        made.append(Process(*names, env={**PAGES, **(env or {})}))
+    def begin(*names: str, env: Mapping[str, str] | None = None, wait: bool = True) -> Process:
+        made.append(Process(*names, env={**PAGES, **(env or {})}, wait=wait))
         return made[-1]
 
     yield begin
@@ -267,3 +278,48 @@ def test_a_pool_that_ends_well_leaves_nothing(start: Start, shm_name: Name) -> N
     engine = start(name)
     engine.end()
     assert not [entry for entry in os.listdir(SHARED_MEMORY) if name in entry]
+
+
+@pytest.mark.real("segments")
+def test_an_owner_file_deleted_alone_is_made_again(start: Start, shm_name: Name, cli: Cli) -> None:
+    name = shm_name()
+    engine = start(name)
+    (SHARED_MEMORY / f"{name}.kvtools").unlink()
+    wait_until(lambda: (o := owner.read_owner(name)) and o.alive and o.pid == engine.pid, what="the owner to come back")
+    ran = cli("kvctl", "limit", name, "8M", "--wait", "--yes")
+    assert ran.rc == 0, ran.stderr
+
+
+@pytest.mark.real("segments")
+def test_a_name_that_another_engine_took_since_is_left_to_it(start: Start, shm_name: Name) -> None:
+    name = shm_name()
+    first = start(name)
+    first.ask("alloc", name, 16)
+    first.freeze()
+    (SHARED_MEMORY / f"{name}.kvtools").unlink()
+    second = start(name)
+    assert second.up
+    second.ask("alloc", name, 80)
+    first.thaw()
+    first.ask("alloc", name, 200)
+    assert "is owned by a running engine" in first.end(), "said once, and nothing is written or removed"
+    assert owner.read_owner(name) is not None
+    wait_until(lambda: pool.read_pool(name).used_bytes == 10 * MIB, what="the second one's numbers")
+    pool.write_limit(name, 4 * MIB)
+    wait_until(lambda: second.ask("alloc", name, 1) is False, what="the second one to take limits up")
+
+
+@pytest.mark.real("segments")
+def test_of_many_processes_that_want_one_name_at_once_one_gets_it(start: Start, shm_name: Name, cli: Cli) -> None:
+    name = shm_name()
+    racing = [start(name, wait=False) for _ in range(4)]
+    (winner,) = [one for one in racing if one.wait()]
+    assert winner.ask("alloc", name, 80)
+    for loser in racing:
+        if loser is not winner:
+            text = loser.end()
+            assert f"segment {name} is owned by a running engine (test, pid {winner.pid})" in text
+    wait_until(lambda: pool.read_pool(name).used_bytes == 10 * MIB, what="the winner's numbers, and nobody else's")
+    ran = cli("kvctl", "limit", name, "32M", "--wait", "--yes")
+    assert ran.rc == 0, ran.stderr
+    assert winner.ask("read", name)
