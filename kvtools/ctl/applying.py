@@ -1,9 +1,10 @@
 """`kvctl apply`: a plan file put in force once, or kept in force while engines come and go.
 
-Once: read, share out, show, ask where it takes memory in use, write all or nothing. With --watch the same again every
-interval: pools that appeared take part, stale ones do not, an idle one (use unchanged and within its floor for `idle_after`)
-keeps its floor, so memory goes to those that work. A watch without --yes never takes memory in use, fixed limits or not: such
-a pool is granted what it uses until it lets go; nor does it leave an engine no memory at all. What cannot be met now is said once and tried again; nothing but a signal ends a watch.
+Once: read, share out, show, ask where it takes memory in use, write all or nothing. With --watch the same again every interval:
+pools that appeared take part, stale ones do not, an idle one (use unchanged and within its floor for `idle_after`) keeps its
+floor, so memory goes to those that work. A watch without --yes never takes memory in use, fixed limits or not: such a pool is
+granted what it uses until it lets go; nor does it leave an engine no memory at all. What cannot be met now is said once and
+tried again; nothing but a signal ends a watch.
 """
 
 import time

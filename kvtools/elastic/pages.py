@@ -26,7 +26,10 @@ from kvtools.errors import KvError
 logger = logging.getLogger("vllm.kvtools")
 
 RETRY_S = 0.1
-"""After the device had no room, mapping ahead rests so long."""
+"""After a page could not be mapped, nothing is mapped ahead or secured for so long, unless pages are given back before."""
+
+SAY_S = 60.0
+"""What keeps pages from being mapped is logged at most so often: an engine asks again at every step."""
 
 
 class PoolExhausted(KvError):
@@ -71,6 +74,7 @@ class PageAllocator:
         self._in_flight = 0
         self.used = 0
         self.rest_until = 0.0
+        self._said = -SAY_S
         self._arrived = threading.Condition(self.lock)
         self._wanted = threading.Event()
         self._ended = False
@@ -131,12 +135,18 @@ class PageAllocator:
         """Map until `count` pages are in reserve and, while at it, `ahead` more; as far as limit and device go. Raises nothing."""
         with self.lock:
             missing = min(count - self.reserved, self.target - self.mapped)
-            if missing <= 0:
+            if missing <= 0 or time.monotonic() < self.rest_until:
                 return
             try:
                 self._reserved += self._map_some(min(missing + ahead, self.target - self.mapped))
             except KvError as error:
-                logger.log(logging.DEBUG if isinstance(error, OutOfMemory) else logging.ERROR, "kvtools: no more pages: %s", error)
+                self._say(error)
+
+    def _say(self, error: KvError) -> None:
+        if time.monotonic() - self._said >= SAY_S:
+            self._said = time.monotonic()
+            level = logging.WARNING if isinstance(error, OutOfMemory) else logging.ERROR
+            logger.log(level, "kvtools: no page more: %s (requests wait until there is room)", error)
 
     def _map_some(self, count: int) -> list[int]:
         """Map up to `count` pages that are out: all at once, else as many as there is room for. Raises when there is none."""
@@ -216,6 +226,7 @@ class PageAllocator:
                 self.counts.unmap_seconds += time.perf_counter() - begun
             self._put_out(going)
             self.counts.unmapped += len(going)
+            self.rest_until = 0.0
             return len(going)
 
     @property
@@ -237,7 +248,7 @@ class PageAllocator:
             self._map(pages)
         except KvError as error:
             came = ()
-            logger.debug("kvtools: mapping ahead: %s", error)
+            self._say(error)
         finally:
             with self.lock:
                 self._in_flight -= len(pages)

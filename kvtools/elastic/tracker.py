@@ -3,10 +3,11 @@
 The engine owns the name for life (the sidecar's lock), makes the segment, tells use and reserve there, reads the limit and
 answers it in the sidecar. One tracker a pool; a process may have several under different names, and each engine its own.
 
-Failures. A name that a living engine owns is Refused at the start. Later nothing here may harm the engine: a segment whose
-lock is stuck keeps its last numbers; what was deleted under the engine is made again with the limit in force, and where there
-is no room for it (said once a minute) the limit in force stays. An engine whose owner file was removed and whose name another
-one took since leaves the files alone: they are the other's. Concurrency: one thread (the pool's follower) calls everything after the start.
+Failures. A name that a living engine owns is Refused at the start. Later nothing here may harm the engine: a segment whose lock
+is stuck keeps its last numbers; what was deleted under the engine is made again with the limit in force, and where there is no
+room for it (said once a minute) the limit in force stays. An engine whose owner file was removed and whose name another one
+took since leaves the files alone: they are the other's. Concurrency: one thread (the pool's follower) calls everything after
+the start.
 """
 
 import logging

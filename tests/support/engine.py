@@ -219,8 +219,12 @@ class Engine:
         os.close(self._pidfd)
 
     def kill9(self) -> None:
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        assert self._gone(10), "it outlives kill -9"
+        self.end_by(signal.SIGKILL)
+
+    def end_by(self, number: int) -> None:
+        """Send a signal that ends it, and wait until it is gone."""
+        signal.pidfd_send_signal(self._pidfd, number)
+        assert self._gone(30), f"it outlives {signal.strsignal(number)}"
 
     def _gone(self, timeout_s: float) -> bool:
         return bool(select.select([self._pidfd], [], [], timeout_s)[0])

@@ -8,7 +8,10 @@ Commands are the methods of `Engine`. `hold`/`let_go` stop the connector's loadi
 which is where aborts, vanished chunks and dead daemons are most interesting.
 """
 
+import ctypes
+import errno
 import json
+import mmap
 import os
 import sys
 import threading
@@ -38,6 +41,25 @@ def _told(out: Any) -> dict[str, Any]:
 
 def _raise(*_: Any, **__: Any) -> None:
     raise RuntimeError("sabotaged")
+
+
+class FailingLibc:
+    """The C library as the elastic pool uses it, whose every second mmap of memory to write fails."""
+
+    def __init__(self, real: Any, code: int) -> None:
+        self.real = real
+        self.fallocate = real.fallocate
+        self.munmap = real.munmap
+        self._code = code
+        self._calls = 0
+
+    def mmap(self, address: int, length: int, protection: int, *more: int) -> Any:
+        if protection & mmap.PROT_WRITE:
+            self._calls += 1
+            if not self._calls % 2:
+                ctypes.set_errno(self._code)
+                return ctypes.c_void_p(-1).value
+        return self.real.mmap(address, length, protection, *more)
 
 
 class Engine:
@@ -165,9 +187,18 @@ class Engine:
     def wake(self) -> None:
         self.llm.wake_up()
 
-    def starve(self, min_free: int) -> None:
-        """Let the device have no room for more pages, or room again: workers in this process only."""
-        self._worker()._kvtools_memory.pages.memory.min_free_bytes = min_free
+    def starve(self, how: str = "") -> None:
+        """Let no page be mapped any more, or all again (""): workers in this process only.
+
+        "floor": the device keeps the rest for others. Else the kernel's answer to the second of each page's mmap calls, by its
+        errno's name: the first one has to be taken back.
+        """
+        memory = self._worker()._kvtools_memory.pages.memory
+        memory.min_free_bytes = (1 << 60) * (how == "floor")
+        if isinstance(memory._libc, FailingLibc):
+            memory._libc = memory._libc.real
+        if how not in ("", "floor"):
+            memory._libc = FailingLibc(memory._libc, getattr(errno, how))
 
     def nap(self) -> bool:
         """Send the worker to sleep behind the engine's back; whether its memory went."""
@@ -201,8 +232,25 @@ class Engine:
         return sum(value for name, value in self.metrics().items() if name.startswith("vllm:num_preemptions"))
 
 
+def small_shm(room: str) -> None:
+    """A /dev/shm of this process's own of 64 KiB, of which `room` bytes are free. Before any thread is made."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags, who = 0x20000, (os.getuid(), os.getgid())  # CLONE_NEWNS
+    steps = [(libc.unshare, flags | (0x10000000 if who[0] else 0))]  # CLONE_NEWUSER
+    for call, *arguments in (
+        *steps,
+        (libc.mount, b"none", b"/", None, 0x44000, None),  # MS_REC | MS_PRIVATE: nobody else sees what follows
+        (libc.mount, b"none", b"/dev/shm", b"tmpfs", 0, b"size=64k"),
+    ):
+        if call(*arguments):
+            raise OSError(ctypes.get_errno(), "no mount namespace can be had here")
+    Path("/dev/shm/filler").write_bytes(bytes((64 << 10) - int(room)))
+
+
 def serve(reader: Any, writer: Any, arguments: dict[str, Any]) -> None:
     """Answer commands until the other end hangs up."""
+    if room := os.environ.get("KVTEST_SHM_ROOM"):
+        small_shm(room)
 
     def answer(line: dict[str, Any]) -> None:
         writer.write(json.dumps(line) + "\n")

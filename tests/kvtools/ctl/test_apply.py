@@ -64,7 +64,11 @@ def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
         ("budget: 1G\nsegments: {x: {floor: 2G}}", 2, "cannot be met"),
         ("segments: {x: {limit: 1M}}", 5, "x: 512 MiB are in use: at 1 MiB its engine will preempt requests"),
         ("segments: {x: {limit: 0}}", 5, "x: the plan leaves it 0 B: its engine has no memory for requests then"),
-        ("budget: {gpu: 7}\nsegments: {x: {}}", 2, "budget.gpu: no GPU 7\nhint: kvctl show lists the GPUs; or write the budget as a"),
+        (
+            "budget: {gpu: 7}\nsegments: {x: {}}",
+            2,
+            "budget.gpu: no GPU 7\nhint: kvctl show lists the GPUs; or write the budget as a",
+        ),
         ("segments: {on: {limit: 1G}}", 2, "YAML reads this one as True\nhint: put the name in quotes"),
         ("segments: {x: {limit: 1G}, '../y': {limit: 1G, optional: true}}", 2, "not a segment name: ../y"),
     ],

@@ -159,3 +159,18 @@ def test_a_limit_that_falls_while_pages_are_mapped_ahead_holds() -> None:
     device.gate.set()
     filler.join(10)
     assert len(device.there) == allocator.reserved == 2
+
+
+def test_what_keeps_pages_away_is_said_once_and_room_of_ones_own_ends_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(room=3)
+    allocator = PageAllocator(device, 10, min_reserved=1, max_reserved=0)
+    taken = allocator.take(3)
+    for _ in range(100):  # an engine asks at every step
+        allocator.secure(2)
+        allocator.refill()
+    assert caplog.text.count("kvtools: no page more: no room (requests wait until there is room)") == 1
+    assert allocator.counts.map_failures < 10, "nor is the device asked each time"
+    allocator.give(taken[:2])
+    assert len(device.there) == 2
+    allocator.secure(2)
+    assert len(device.there) == 3, "what was given back is there at once"

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ PAGES = {"KVTOOLS_PAGE_SIZE": "512K", "KVTOOLS_MIN_RESERVED_PAGES": "2", "KVTOOL
 class Process:
     """An engine-like process with pools."""
 
-    def __init__(self, *names: str, env: Mapping[str, str] = PAGES, wait: bool = True) -> None:
+    def __init__(self, *names: str, env: Mapping[str, str] = PAGES, wait: bool = True, before: Sequence[str] = ()) -> None:
         self.names = names
         self._run = subprocess.Popen(
-            [sys.executable, "-m", "tests.kvtools.elastic.pool_main", str(SHARED_MEMORY), *names],
+            [*before, sys.executable, "-m", "tests.kvtools.elastic.pool_main", str(SHARED_MEMORY), *names],
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -85,8 +85,8 @@ Start = Callable[..., Process]
 def start(shm_name: Name) -> Iterator[Start]:
     made: list[Process] = []
 
-    def begin(*names: str, env: Mapping[str, str] | None = None, wait: bool = True) -> Process:
-        made.append(Process(*names, env={**PAGES, **(env or {})}, wait=wait))
+    def begin(*names: str, env: Mapping[str, str] | None = None, **more: Any) -> Process:
+        made.append(Process(*names, env={**PAGES, **(env or {})}, **more))
         return made[-1]
 
     yield begin
@@ -323,3 +323,44 @@ def test_of_many_processes_that_want_one_name_at_once_one_gets_it(start: Start, 
     ran = cli("kvctl", "limit", name, "32M", "--wait", "--yes")
     assert ran.rc == 0, ran.stderr
     assert winner.ask("read", name)
+
+
+def small_shm(pages: int) -> list[str]:
+    """What runs a command, under its own pid, with a /dev/shm of its own that has room for `pages` pages."""
+    fill = f'mount -t tmpfs -o size=64k none /dev/shm && head -c {(16 - pages) * 4096} /dev/zero > /dev/shm/filler && exec "$@"'
+    return ["unshare", "-rm", "sh", "-c", fill, "sh"]
+
+
+@pytest.mark.parametrize(("pages", "what"), [(0, "owner file pool.kvtools"), (1, "segment pool")])
+def test_without_room_in_shared_memory_a_pool_does_not_start(start: Start, pages: int, what: str) -> None:
+    engine = start("pool", before=small_shm(pages))
+    assert not engine.up
+    assert f"Unreachable: no room in /dev/shm for {what}" in engine.end()
+
+
+@pytest.mark.real("segments")
+def test_a_full_shared_memory_takes_nothing_from_a_running_pool(start: Start, cli: Cli) -> None:
+    engine = start("pool", before=small_shm(2))
+    assert engine.up, "there is no room for its numbers, which it can do without"
+    shm = Path(f"/proc/{engine.pid}/root/dev/shm")
+    assert {path.name for path in shm.iterdir()} == {"filler", "pool", "pool.kvtools"}
+    assert engine.ask("alloc", "pool", 100)
+    for size in range(60, 41, -1):  # more than its history keeps: every byte of its page is written
+        owner.change_limit("pool", size * MIB, by="a test with a long name, to fill the page" * 5, root=shm)
+    ran = cli("kvctl", "--shm", shm, "limit", "pool", "41M", "--wait", "--yes")
+    assert ran.rc == 0, ran.stderr
+    assert engine.ask("alloc", "pool", 100)
+    assert engine.ask("read", "pool")
+    assert "pool" in cli("kvctl", "--shm", shm, "show", "pool").stdout
+    ran = cli("kvctl", "--shm", shm, "limit", "absent", "1G")
+    assert (ran.rc, [path.name for path in shm.glob("absent*")]) == (3, [])
+    for name in ("pool", "pool.kvtools"):
+        (shm / name).unlink()  # frees nothing: the engine has them open
+    assert engine.ask("free", "pool", 150) == 50
+    assert cli("kvctl", "--shm", shm, "list", "pool").rc == 3, "nothing can be made again yet"
+    (shm / "filler").unlink()
+    wait_until(lambda: (o := owner.read_owner("pool", root=shm)) and o.alive and (shm / "pool").exists(), what="the files")
+    wait_until(lambda: pool.read_pool("pool", root=shm).used_bytes == 7 * MIB, what="the numbers")
+    assert pool.read_pool("pool", root=shm).limit_bytes == 41 * MIB
+    assert engine.ask("read", "pool")
+    assert engine.end().count("no room in /dev/shm for owner file") == 1, "said once a minute"

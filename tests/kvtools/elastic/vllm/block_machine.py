@@ -93,6 +93,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(room=st.integers(min_value=0, max_value=PAGES))
     def another_takes_memory(self, room: int) -> None:
         self.device.room = max(room, len(self.device.there))
+        self.manager.allocator.rest_until = 0.0  # time goes by
 
     @rule()
     def reset(self) -> None:
@@ -132,7 +133,7 @@ class Blocks(RuleBasedStateMachine):
         assert self.manager.over_pages == 0
         assert len(self.device.there) <= 3
         assert self.pool.reset_prefix_cache()
-        self.device.room = PAGES
+        self.another_takes_memory(PAGES)
         self.manager.resize(PAGES * PER_PAGE)
         self.queue.prepare(BLOCKS - 1)
         assert len(self.pool.get_new_blocks(BLOCKS - 1)) == BLOCKS - 1
