@@ -6,6 +6,7 @@ second gets an error and sees the new state.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvtools.ctl.limits import Decision, Outcome
 from kvtools.ctl.peers import likely_owners
 from kvtools.errors import KvError
 from kvtools.output import emit, emit_json, note, printable
-from kvtools.segments.owner import PoolState
+from kvtools.segments.owner import LimitEntry, PoolState
 from kvtools.segments.pool import Changed, LimitChange
 from kvtools.units import format_size
 
@@ -43,21 +44,24 @@ def change_limit(
         raise KvError(f"{error.message}: nothing was written", hint="somebody changed it at the same moment: look again") from None
     if state.owner is None:
         journal.note(change, by=who, at_ns=time.time_ns(), root=root)
+    # Where the change could not be noted in the owner file (locked, not ours to write), an answer from before is no answer.
+    changed = change.before.limit_bytes != change.after.limit_bytes
+    old = state.owner.limits if state.owner is not None and changed else ()
     if wait_s is None:
-        _report(decision, change, _so_far(decision, root), as_json)
+        _report(decision, change, _so_far(decision, old, root), as_json)
         return
     try:
-        result = limits.wait(state.name, decision.limit_bytes, timeout_s=wait_s, root=root)
+        result = limits.wait(state.name, decision.limit_bytes, timeout_s=wait_s, old=old, root=root)
     except KvError:
-        _report(decision, change, _so_far(decision, root), as_json)
+        _report(decision, change, _so_far(decision, old, root), as_json)
         raise
     _report(decision, change, result, as_json)
 
 
-def _so_far(decision: Decision, root: Path) -> Outcome:
+def _so_far(decision: Decision, old: Sequence[LimitEntry], root: Path) -> Outcome:
     """How far the limit has got by now; "unknown" where that cannot be told."""
     try:
-        return limits.outcome(decision.name, decision.limit_bytes, root=root)
+        return limits.outcome(decision.name, decision.limit_bytes, old=old, root=root)
     except KvError as error:
         return Outcome("unknown", error.message)
 

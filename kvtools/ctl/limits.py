@@ -23,7 +23,7 @@ from kvtools.errors import KvError, Refused, TimedOut, UsageError
 from kvtools.output import printable
 from kvtools.segments import owner, pool
 from kvtools.segments.files import SHM
-from kvtools.segments.owner import PoolState
+from kvtools.segments.owner import LimitEntry, PoolState
 from kvtools.units import format_size
 
 if TYPE_CHECKING:
@@ -139,10 +139,11 @@ class Outcome:
     effective_bytes: int | None = None
 
 
-def outcome(name: str, limit_bytes: int, *, root: Path = SHM) -> Outcome:
+def outcome(name: str, limit_bytes: int, *, old: Sequence[LimitEntry] = (), root: Path = SHM) -> Outcome:
     """Where limit `limit_bytes` of pool `name` stands now. Raises what reading the pool raises.
 
-    An owner's answer decides. Without an owner file nobody says more than the numbers do.
+    An owner's answer decides, unless it is among the `old` ones: it was given to the same limit at another time. Without an
+    owner file nobody says more than the numbers do.
     """
     reading = pool.read_pool(name, root=root)
     if reading.limit_bytes != limit_bytes:
@@ -157,7 +158,7 @@ def outcome(name: str, limit_bytes: int, *, root: Path = SHM) -> Outcome:
         return Outcome("pending", f"{format_size(reading.mapped_bytes)} are still mapped")
     if not said.alive:
         return Outcome("unknown", f"its engine is gone: {said.story}")
-    last = next((one for one in reversed(said.limits) if one.limit_bytes == limit_bytes), None)
+    last = next((one for one in reversed(said.limits) if one.limit_bytes == limit_bytes and one not in old), None)
     if last is None:
         return Outcome("pending", "its engine has not answered yet")
     return Outcome(last.state, last.reason, last.effective_bytes)
@@ -168,6 +169,7 @@ def wait(
     limit_bytes: int,
     *,
     timeout_s: float,
+    old: Sequence[LimitEntry] = (),
     root: Path = SHM,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -178,7 +180,7 @@ def wait(
     """
     deadline = clock() + timeout_s
     while True:
-        now = outcome(name, limit_bytes, root=root)
+        now = outcome(name, limit_bytes, old=old, root=root)
         if now.status in {"applied", "written"}:
             return now
         if now.status == "unknown":

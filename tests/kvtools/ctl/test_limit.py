@@ -1,5 +1,6 @@
 """kvctl limit, limit-percent and restore: what is decided, written, waited for, refused and raced."""
 
+import fcntl
 import subprocess
 import threading
 from collections.abc import Callable
@@ -137,6 +138,35 @@ def test_a_wait_that_ends_without_success_says_the_engines_reason(kvctl: Kvctl, 
     assert "not applied after 0.3 s: a long request is running" in ran.stderr
     assert pool.read_pool("x", root=shm).limit_bytes == 512 * MiB, "it stays in force"
     end(engine)
+
+
+@pytest.mark.real("segments")
+def test_an_answer_from_before_is_no_answer(kvctl: Kvctl, shm: Path) -> None:
+    """The owner file cannot be written, so the change is not noted: what was once applied for that limit says nothing now."""
+    with owner.OwnerLock.acquire("x", OwnerInfo("vllm", start_capacity_bytes=8 * GiB), root=shm) as engine:
+        pool.create_pool("x", 8 * GiB, root=shm)
+        engine.mark(4 * GiB, "applied", effective_bytes=4 * GiB)
+        engine.mark(8 * GiB, "applied", effective_bytes=8 * GiB)
+        with (shm / "x.kvtools").open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            ran = kvctl("limit", "x", "4G", "--wait", "--timeout", "100ms")
+        assert (ran.rc, "its engine has not answered yet" in ran.stderr) == (6, True)
+        timer = threading.Timer(0.1, engine.mark, (4 * GiB, "applied"), {"effective_bytes": 4 * GiB})
+        timer.start()
+        assert kvctl("limit", "x", "4G", "--wait").rc == 0
+        timer.join()
+
+
+@pytest.mark.real("segments")
+def test_a_wait_whose_limit_somebody_replaces_says_so(kvctl: Kvctl, shm: Path) -> None:
+    engine = start_engine(shm, "x", STUBBORN, used=700 * MiB)
+    timer = threading.Timer(0.2, pool.write_limit, ("x", 800 * MiB), {"root": shm})
+    timer.start()
+    ran = kvctl("limit", "x", "512M", "--wait", "--timeout", "10s", "--yes")
+    timer.join()
+    end(engine)
+    assert (ran.rc, "segment x: somebody set another limit meanwhile, 800 MiB" in ran.stderr) == (1, True)
+    assert "hint: see who: kvctl show x" in ran.stderr
 
 
 def test_a_wait_on_kvcacheds_segment_goes_by_its_numbers(kvctl: Kvctl, shm: Path) -> None:

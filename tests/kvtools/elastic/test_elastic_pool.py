@@ -148,6 +148,32 @@ def test_a_limit_below_use_says_so_and_converges(start: Start, shm_name: Name, c
 
 
 @pytest.mark.real("segments")
+def test_operators_who_race_end_with_the_limit_that_holds(start: Start, shm_name: Name) -> None:
+    name = shm_name()
+    engine = start(name)
+    assert engine.ask("alloc", name, 160)
+    engine.ask("free", name, 152)
+    words = [sys.executable, "-m", "kvtools", "ctl", "limit", name]
+    racing = [
+        subprocess.Popen([*words, f"{size}M", "--wait", "--yes"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for size in (3, 5, 7, 9)
+    ]
+    ended = [(*one.communicate(timeout=60), one.returncode) for one in racing]
+    for out, err, rc in ended:
+        lost = "nothing was written" in err or "somebody set another limit meanwhile" in err
+        assert (rc, lost) in ((0, False), (1, True)), err
+        assert out.endswith("(applied)\n") == (rc == 0)
+    assert any(rc == 0 for _, _, rc in ended)
+    last = pool.read_pool(name).limit_bytes
+    entry = wait_until(lambda: (o := owner.read_owner(name)) and o.last_limit and o.last_limit.state == "applied" and o.last_limit)
+    assert (entry.limit_bytes, entry.effective_bytes) == (last, last), "the history ends with the one that is in force"
+    while engine.ask("alloc", name, 1):
+        pass
+    assert engine.physical() <= last
+    assert engine.ask("read", name)
+
+
+@pytest.mark.real("segments")
 def test_the_same_limit_once_more_is_answered(start: Start, shm_name: Name, cli: Cli) -> None:
     name = shm_name()
     start(name)
