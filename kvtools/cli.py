@@ -158,13 +158,12 @@ def _run(prog: str, target: str, words: list[str]) -> int:
             from kvtools.completion import answer
 
             answer(command, prog, words)
-            return _flush(Exit.OK)
+            return _flush(prog, Exit.OK)
         with command.make_context(prog, list(words)) as context:
             value = command.invoke(context)
-        sys.stdout.flush()
-        return int(value) if isinstance(value, int) else Exit.OK
+        return _flush(prog, int(value) if isinstance(value, int) else Exit.OK)
     except typer.Exit as stop:
-        return _flush(stop.exit_code)
+        return _flush(prog, stop.exit_code)
     except KvError as error:
         return _fail(prog, error.message, error.hint, error.exit_code)
     except UsageError as error:
@@ -189,16 +188,24 @@ def _run(prog: str, target: str, words: list[str]) -> int:
         # The process edge: an operating-system error nobody nearer could explain still gets one line.
         if _debug:
             raise
+        if not error.filename and (code := _flush(prog, Exit.OK)):
+            return code  # it was the output that failed
         where = f" ({error.filename})" if error.filename else ""
         return _fail(prog, f"{error.strerror or error}{where}", "run again with --debug for the traceback", Exit.FAILED)
 
 
-def _flush(code: int) -> int:
+def _flush(prog: str, code: int) -> int:
+    """Write out what stdout still holds: `code`, or the status of an output that cannot be written (a full disk)."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _quiet_stdout()
         return Exit.PIPE
+    except OSError as error:
+        _quiet_stdout()
+        hint = "what is above is not the whole output; make room where it is written to"
+        sys.stderr.write(f"{prog}: error: cannot write to standard output: {error.strerror or error}\nhint: {hint}\n")
+        return Exit.FAILED
     return code
 
 
@@ -217,7 +224,7 @@ def _fail(prog: str, message: str, hint: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    _flush(code)
+    _flush(prog, code)
     # What a message quotes came from a command line or a file system: it must not move the cursor.
     sys.stderr.write(f"{prog}: error: {printable(message)}\n")
     if hint:
@@ -245,6 +252,11 @@ def _explain(error: UsageError) -> tuple[str, str]:
     if context is None:
         return message, ""
     if isinstance(error, NoSuchOption):
+        if re.match(r"-\d", error.option_name):
+            return (
+                f"unexpected {error.option_name}",
+                "no number here is negative; -- goes before a name that begins with a dash",
+            )
         known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         return f"no such option: {error.option_name}", _did_you_mean(error.option_name, known)
     if (typed := re.fullmatch(r"no such command '(.*)'", message)) and isinstance(context.command, TyperGroup):

@@ -21,6 +21,43 @@ def test_a_closed_stdout_is_no_traceback(words: tuple[str, ...], tmp_path: Path)
     assert ran.returncode in (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [
+        (("kvctl", "list", "--json"), ""),
+        (("kvctl", "list", "--json"), "1"),
+        (("kvctl", "--help"), ""),
+        (("kvtop", "--once"), ""),
+        (("kvdoctor", "--version"), ""),
+        (("kvd", "--help"), ""),
+        (("kvtools", "--version"), ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_one_line(words: tuple[str, ...], unbuffered: str, tmp_path: Path) -> None:
+    (tmp_path / "POOL").write_bytes(struct.pack("=3q", 1 << 30, 0, 0))
+    env = {**os.environ, "KVTOOLS_SHM": str(tmp_path), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([str(SCRIPTS / words[0]), *words[1:]], stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+    first, *rest = ran.stderr.splitlines()
+    assert first.startswith(f"{words[0]}: error: ")
+    assert first.endswith("No space left on device")
+    assert [line.partition(":")[0] for line in rest] == ["hint"]
+    assert ran.returncode == 1
+    if not unbuffered:
+        assert "cannot write to standard output" in first
+
+
+def test_the_shell_goes_on_after_an_output_that_was_lost(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [str(SCRIPTS / "kvctl"), "--shm", str(tmp_path), "shell"],
+            input="list --json\nnonsense\nexit\n", stdout=full, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    assert "Traceback" not in ran.stderr
+    assert "cannot write to standard output" in ran.stderr
+
+
 def test_a_stream_without_the_letters_gets_escapes(tmp_path: Path) -> None:
     (tmp_path / "模型_é").write_bytes(struct.pack("=3q", 1 << 30, 0, 0))
     ran = run_cli("kvctl", "--shm", str(tmp_path), "list", env={"PYTHONIOENCODING": "ascii"})
