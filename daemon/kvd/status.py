@@ -62,6 +62,9 @@ def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("TIER_DEGRADED", WARN, f"tier {name}: {down} of its directories do not work: served without (the log says why)")
     if tier["corruptions_total"]:
         yield Check("TIER_CORRUPT", WARN, f"tier {name}: {tier['corruptions_total']} values were damaged (answered as misses)")
+    if given_up := tier.get("given_up_total"):
+        why = "what says which are deleted was lost (the log names the file)"
+        yield Check("TIER_GIVEN_UP", WARN, f"tier {name} gave up {given_up} values at the start: {why}")
     if tier["store_failures_total"]:
         yield Check("TIER_REFUSED", WARN, f"tier {name} did not take {tier['store_failures_total']} values")
 

@@ -276,7 +276,7 @@ def _desk_rows(desk: DirectDesk) -> list[Row]:
 
 
 def _direct_rows(tier: Tier) -> list[Row]:
-    """What of a tier's work went past the daemon; it is in the tier's other counters too."""
+    """What only a tier with files of regions counts: work that went past the daemon (it is in the other counters too), losses."""
     table: list[Row] = []
     counter, _ = _makers(table)
     labels = {"tier": tier.name, "type": tier.adapter.type}
@@ -287,6 +287,7 @@ def _direct_rows(tier: Tier) -> list[Row]:
         "direct_load_bytes": ("bytes", "Bytes of these."),
         "direct_given_back": ("", "Extents lent for writing and given back without a value."),
         "unchecked": ("", "Values stored without a checksum."),
+        "given_up": ("", "Values a start gave up, because what says which of them are deleted was lost."),
     }
     for name, (unit, text) in totals.items():
         counter(f"tier_{name}_total", unit, text, partial(_extra, tier, name), **labels)

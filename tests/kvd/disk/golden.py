@@ -1,6 +1,6 @@
-"""Makes the golden store of format version 1: `python -m tests.kvd.disk.golden` (only when a new version is made).
+"""Makes the golden store of the newest format version: `python -m tests.kvd.disk.golden` (only when a new version is made).
 
-The store in tests/cases/kvd/disk-v1 was written once and is never written again: what is in it must be readable for ever.
+The stores in tests/cases/kvd/disk-v* were written once and are never written again: what is in them must be readable for ever.
 Its nonces and times are fixed, so the same code makes the same bytes.
 """
 
@@ -12,7 +12,9 @@ from kvd.store.retention import NEVER, Retention
 from kvd.tiers.adapters.disk import DiskAdapter
 from tests.kvd.disk.helpers import identity, item, value
 
-FOLDER = Path(__file__).resolve().parents[2] / "cases" / "kvd" / "disk-v1"
+CASES = Path(__file__).resolve().parents[2] / "cases" / "kvd"
+VERSIONS = [1, 2]
+FOLDER = CASES / f"disk-v{VERSIONS[-1]}"
 BUDGET = 256 << 10
 NOW_NS = 1_700_000_000_000_000_000
 FAR_NS = 4_000_000_000_000_000_000

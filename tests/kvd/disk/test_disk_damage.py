@@ -127,7 +127,9 @@ def test_verify_finds_a_flipped_bit_and_repairs_it(tmp_path):
     places = classes(tmp_path)
     rng = random.Random(3)
     for kind in ("payload", "index page", "deletes.kvlog"):
-        file, byte = rng.choice(places[kind][: len(places[kind]) // 2])
+        # Of the log's pages that of its lines: a bad copy of the head is what a power cut may leave, and no damage.
+        some = places[kind][2 * PAGE : 3 * PAGE] if kind == "deletes.kvlog" else places[kind][: len(places[kind]) // 2]
+        file, byte = rng.choice(some)
         raw = bytearray(file.read_bytes())
         raw[byte] ^= 4
         file.write_bytes(raw)
@@ -206,7 +208,7 @@ def test_a_damaged_manifest_is_written_anew(tmp_path):
     now, ever = build(tmp_path, clean=True)
     (tmp_path / "manifest.json").write_bytes(b'{"format": "kvd-dis')
     check(tmp_path, now, ever, strict=True)
-    assert json.loads((tmp_path / "manifest.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "manifest.json").read_text())["version"] == 2
 
 
 def test_a_value_is_never_taken_for_a_structure(tmp_path):

@@ -1,5 +1,6 @@
-"""Format version 1: the golden store stays readable, FORMAT.md says what is there, and bad bytes are never a structure."""
+"""The format: golden stores of every version stay readable, FORMAT.md says what is there, bad bytes are never a structure."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -18,15 +19,29 @@ from tests.kvd.disk.helpers import get, identity, opened
 DOCUMENT = Path(__file__).resolve().parents[3] / "daemon" / "FORMAT.md"
 
 
+@pytest.fixture(params=golden.VERSIONS, ids=lambda version: f"v{version}")
+def version(request):
+    """A format version there has been."""
+    return request.param
+
+
 @pytest.fixture
-def store(tmp_path):
-    """A copy of the golden store."""
+def store(tmp_path, version):
+    """A copy of the golden store of that version."""
     copy = tmp_path / "store"
-    shutil.copytree(golden.FOLDER, copy)
+    shutil.copytree(golden.CASES / f"disk-v{version}", copy)
     return copy
 
 
 def test_the_golden_store_is_readable(store):
+    for _again in range(2):  # the second time it is of the newest version, whatever it was
+        see_the_values(store)
+    assert json.loads((store / "manifest.json").read_text())["version"] == fmt.FORMAT_VERSION
+    assert fmt.unpack_deletes_head((store / "deletes.kvlog").read_bytes()[: fmt.PAGE]) is not None
+    assert verify(store).sound
+
+
+def see_the_values(store):
     adapter = opened(store, golden.BUDGET, clock_ns=lambda: golden.NOW_NS)
     assert dict(adapter.enumerate()) == {
         name: Hit(len(data), kept, expires) for name, (data, kept, expires) in golden.VALUES.items()
@@ -37,10 +52,11 @@ def test_the_golden_store_is_readable(store):
     adapter.close()
 
 
-def test_the_golden_store_is_sound(store):
+def test_the_golden_store_is_sound(store, version):
     report = verify(store)
     assert report.sound
     assert (report.regions, report.extents, report.live, report.torn) == (2, 9, 6, 0)
+    assert report.format_version == version
 
 
 def test_the_same_code_makes_the_same_bytes(tmp_path):
@@ -62,7 +78,14 @@ def test_the_document_shows_the_golden_store():
 
 def test_the_document_has_the_constants():
     text = DOCUMENT.read_text()
-    for magic in (fmt.REGION_MAGIC, fmt.EXTENT_MAGIC, fmt.INDEX_MAGIC, fmt.DELETES_MAGIC, fmt.RECENCY_MAGIC):
+    for magic in (
+        fmt.REGION_MAGIC,
+        fmt.EXTENT_MAGIC,
+        fmt.INDEX_MAGIC,
+        fmt.DELETES_MAGIC,
+        fmt.DELETES_HEAD_MAGIC,
+        fmt.RECENCY_MAGIC,
+    ):
         assert f"`{magic.decode()}`" in text
     assert f"1 to {fmt.ENTRIES_PER_PAGE};" in text
     assert f"1 to {fmt.DELETES_PER_PAGE} " in text
@@ -80,6 +103,7 @@ def test_no_bytes_make_a_structure(raw):
     assert fmt.IndexPage.unpack(raw) is None
     assert fmt.RegionHeader.unpack(raw) is None
     assert fmt.unpack_deletes(raw) is None
+    assert fmt.unpack_deletes_head(raw) is None
 
 
 @settings(deadline=None)  # a busy machine is not a failure

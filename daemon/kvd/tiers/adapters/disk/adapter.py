@@ -43,20 +43,21 @@ from kvd.tiers.adapters.base import (
 from kvd.tiers.adapters.disk import manifest, recency
 from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog, slices
-from kvd.tiers.adapters.disk.deletes import DeletesLog
+from kvd.tiers.adapters.disk.deletes import FILE_NAME, DeletesLog
 from kvd.tiers.adapters.disk.evict import Evictor
 from kvd.tiers.adapters.disk.extents import Draft, ExtentWriter
 from kvd.tiers.adapters.disk.files import RegionFiles, random_nonce
-from kvd.tiers.adapters.disk.format import region_sequence
+from kvd.tiers.adapters.disk.format import FORMAT_VERSION, region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
 from kvd.tiers.adapters.disk.housekeeping import Housekeeper
 from kvd.tiers.adapters.disk.lending import LendingDesk
 from kvd.tiers.adapters.disk.reader import Reader
-from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of
+from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of, void
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage, allow_open_files
 from kvd.tiers.adapters.disk.syncing import Syncer
 from kvd.tiers.adapters.disk.writer import Writer, reason_of
+from kvtools.errors import hint_for
 
 log = logging.getLogger("kvd.disk")
 
@@ -132,18 +133,21 @@ class DiskAdapter(Adapter):
         allow_open_files(self.geometry.regions)
         self._lock_fd = manifest.own(self._io, self.path)
         try:
-            manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
+            version = manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
             self._direct = self._choose_io()
         except BaseException:
             self._io.close(self._lock_fd)
             self._lock_fd = -1
             raise
         try:
-            self._assemble()
+            self._assemble(version)
             self._recover()
+            if version != FORMAT_VERSION and not self._deletes.headless:
+                manifest.write(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
         except OSError as error:
             self._release()
-            raise AdapterError(f"{self.name}: cannot read {self.path}: {error.strerror or error}") from error
+            why = f"{self.name}: cannot start with what is in {self.path}: {error.strerror or error}"
+            raise AdapterError(why, hint=hint_for(error)) from error
         except BaseException:
             self._release()
             raise
@@ -153,14 +157,14 @@ class DiskAdapter(Adapter):
             self._house.start(self._housekeeping_s)
         self.recovery_s = time.perf_counter() - started
 
-    def _assemble(self) -> None:
-        """Make the parts, for a folder that is ours."""
+    def _assemble(self, version: int) -> None:
+        """Make the parts, for a folder that is ours and of this version."""
         self._hasher = ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="kvd-disk-hash")
         self._read_threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="kvd-disk-read")
         sync = self.durability is not Durability.NONE
         self._catalog = catalog = Catalog(self.geometry, self.counters, self._clock_ns, durable=sync)
         catalog.evicted = self.evicted
-        self._deletes = DeletesLog(self._io, self.path)
+        self._deletes = DeletesLog(self._io, self.path, version)
         self._files = RegionFiles(
             self._io, self.path, catalog, direct=self._direct.ok, sync=sync, free_floor_bytes=self._floor(), nonce=self._nonce
         )
@@ -197,6 +201,8 @@ class DiskAdapter(Adapter):
         catalog = self._catalog
         found = find_regions(self._io, self.path, direct=self._direct.ok, pool=self._pool)
         deletes = self._deletes.load()
+        if self._deletes.lost and any(file.scan is not None for file in found):
+            self._give_up(found)
         pairs = []
         for file in found:
             catalog.region_sequence = max(catalog.region_sequence, _highest(file) + 1)
@@ -223,6 +229,18 @@ class DiskAdapter(Adapter):
             self._evictor.release_dead([region for region, _ in pairs])
             self._evictor.fit()
         self._resume([region for region, _ in pairs])
+
+    def _give_up(self, found: list[Found]) -> None:
+        """The deletes log is lost: any value here may be one that was deleted, or an older one than was last stored."""
+        values = void(self._io, self.path, found)
+        self.counters.corruptions += 1
+        self.counters.extra["given_up"] += values
+        log.error(
+            "%s %s: it alone says which values there are deleted or out of date, so none of the %d found is served",
+            self.path / FILE_NAME,
+            self._deletes.lost,
+            values,
+        )
 
     def _renew_deletes(self) -> bool:
         """Start with a log of what is needed; on a file system without room for it, with the one there is, and False.
@@ -336,7 +354,8 @@ class DiskAdapter(Adapter):
                 failure = error
             except OSError as error:
                 self.counters.io_errors += 1
-                failure = AdapterError(f"{self.name}: cannot write to {self.path}: {error.strerror or error}")
+                why = f"{self.name}: cannot write to {self.path}: {error.strerror or error}"
+                failure = AdapterError(why, hint=hint_for(error))
         return failure
 
     def _make_durable(self, drafts: Collection[Draft]) -> None:
@@ -420,7 +439,8 @@ class DiskAdapter(Adapter):
             self._deletes.append(lines, sync=self.durability is Durability.FSYNC)
         except OSError as error:
             self.counters.io_errors += 1
-            raise AdapterError(f"{self.name}: a delete in {self.path} may not outlive a restart: {error.strerror}") from error
+            why = f"{self.name}: a delete in {self.path} may not outlive a restart: {error.strerror}"
+            raise AdapterError(why, hint=hint_for(error)) from error
         with self._catalog.changed:
             needed = len(self._catalog.stale)
             if self._deletes.lines - needed <= max(_DELETES_SPENT_MIN, needed):

@@ -38,6 +38,7 @@ EXTRA_COUNTERS = (
     "direct_load_bytes",
     "direct_given_back",
     "unchecked",
+    "given_up",
 )
 """What this tier counts beyond what all tiers do."""
 

@@ -4,6 +4,7 @@ Purpose: `kvd verify`. Every extent of every region is read and its header and p
 is alive or not; index pages and the deletes log are looked at too. The folder is owned meanwhile, so a running daemon is
 never disturbed (it is refused by name). Nothing is written unless `repair` is set.
 
+Where the deletes log is lost nobody can tell which values are deleted: none would be served, and a repair gives all of them up.
 Repair: the identity of each damaged value gets a line in the deletes log, so that it is a miss from now on and no older
 value takes its place; damaged index pages are written anew from the extent headers. Damaged bytes stay where they are until
 their region is recycled.
@@ -28,7 +29,7 @@ from kvd.tiers.adapters.disk.format import (
     extent_bytes,
     region_sequence,
 )
-from kvd.tiers.adapters.disk.recovery import Found, find_regions
+from kvd.tiers.adapters.disk.recovery import Found, find_regions, void
 from kvd.tiers.adapters.disk.region import aligned_page
 from kvd.tiers.adapters.disk.scan import Gap, Source, verify_payload
 from kvd.tiers.adapters.disk.storage import RealStorage, Storage, write_fully
@@ -58,6 +59,8 @@ class Report:
     """Unfinished extents that a start passes over; normal after a crash."""
     damaged_index_pages: int = 0
     damaged_delete_pages: int = 0
+    lost_deletes: str = ""
+    """What of the deletes log is gone: then nobody can tell which values are deleted, and a start gives all of them up."""
     lost_files: list[str] = field(default_factory=list)
     """Region files whose header page is destroyed: a start uses them again, and nothing in them is served."""
     short_files: list[str] = field(default_factory=list)
@@ -68,7 +71,7 @@ class Report:
     @property
     def sound(self) -> bool:
         """Whether nothing is damaged, or all that was is repaired."""
-        damaged = len(self.corrupt) + self.damaged_index_pages + self.damaged_delete_pages
+        damaged = len(self.corrupt) + self.damaged_index_pages + self.damaged_delete_pages + bool(self.lost_deletes)
         return not self.lost_files and not self.short_files and damaged <= self.repaired
 
 
@@ -91,8 +94,8 @@ def verify(path: Path, *, repair: bool = False, io: Storage | None = None) -> Re
         raise AdapterConfigError(f"{path} holds no disk tier of kvd", hint="name the folder given to --long-path")
     owner = manifest.own(storage, path)
     try:
-        manifest.refuse_strange(storage, path)
-        return _Check(storage, path, repair).run()
+        version = manifest.refuse_strange(storage, path)
+        return _Check(storage, path, version, repair).run()
     except OSError as error:
         raise AdapterError(f"cannot check {path}: {error.strerror or error}") from error
     finally:
@@ -102,13 +105,13 @@ def verify(path: Path, *, repair: bool = False, io: Storage | None = None) -> Re
 class _Check:
     """One run over one folder."""
 
-    def __init__(self, io: Storage, root: Path, repair: bool) -> None:
+    def __init__(self, io: Storage, root: Path, version: int, repair: bool) -> None:
         self.io = io
         self.root = root
         self.repair = repair
-        self.report = Report()
+        self.report = Report(format_version=version)
         self.pool = BufferPool()
-        self.deletes = DeletesLog(io, root)
+        self.deletes = DeletesLog(io, root, version)
         self.dead: dict[Identity, int] = {}
         self.winners: dict[Identity, tuple[int, int]] = {}
         """identity -> (sequence, region) of its newest record."""
@@ -118,6 +121,8 @@ class _Check:
         try:
             self.dead = self.deletes.load()
             self.report.damaged_delete_pages = self.deletes.bad_pages
+            if any(file.scan is not None for file in found):
+                self.report.lost_deletes = self.deletes.lost
             for file in found:
                 self._take_stock(file)
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvd-verify") as threads:
@@ -156,6 +161,8 @@ class _Check:
     def _alive(self, file: Found, entry: IndexEntry) -> bool:
         """Whether a start would serve this record."""
         assert file.header is not None
+        if self.report.lost_deletes:
+            return False
         newest = self.winners[entry.identity] == (entry.sequence, file.header.sequence)
         return newest and entry.sequence >= self.dead.get(entry.identity, 0)
 
@@ -188,7 +195,10 @@ class _Check:
         return served
 
     def _repair(self, found: list[Found], corrupt: list[IndexEntry]) -> None:
-        """Make damaged values misses, and index pages whole."""
+        """Make damaged values misses, and index pages whole; where the deletes log is lost, void the regions, as a start does."""
+        if self.report.lost_deletes:
+            void(self.io, self.root, found)
+            self.report.repaired += 1 + self.report.damaged_index_pages
         kept = self.deletes.load()
         for entry in corrupt:
             kept[entry.identity] = max(kept.get(entry.identity, 0), entry.sequence + 1)

@@ -1,7 +1,8 @@
-"""What lies on disk, byte for byte: the structures of daemon/FORMAT.md, format version 1.
+"""What lies on disk, byte for byte: the structures of daemon/FORMAT.md, format version 2.
 
 Reader and writer share every constant here. All integers are little-endian; every structure starts on a multiple of
-4096 bytes and carries its own checksum. ON DISK: never change a layout without a new FORMAT_VERSION.
+4096 bytes and carries its own checksum. ON DISK: never change a layout without a new FORMAT_VERSION. Version 2 gave the
+deletes log a head; extents, index pages, lines of the log and the recency snapshot are as they were: RECORD_VERSION.
 
 A region file holds, from the front, one region header and then extents without gaps; from the back, index pages. An extent
 is a header page and, unless the value fits behind the header in that page, the value rounded up to whole pages.
@@ -18,7 +19,12 @@ import xxhash
 from kvd.store.identity import IDENTITY_BYTES, Identity
 
 FORMAT_NAME = "kvd-disk"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of the folder: in its manifest and in the headers of its regions."""
+READ_VERSIONS = (1, FORMAT_VERSION)
+"""Folders of these versions can be opened; one of an older version is of the newest from then on."""
+RECORD_VERSION = 1
+"""Of what did not change with version 2 of the folder."""
 PAGE = 4096
 REGION_SUFFIX = ".kvcache"
 
@@ -26,6 +32,7 @@ REGION_MAGIC = b"KVDREG01"
 EXTENT_MAGIC = b"KVDEXT01"
 INDEX_MAGIC = b"KVDIDX01"
 DELETES_MAGIC = b"KVDDEL01"
+DELETES_HEAD_MAGIC = b"KVDDLH01"
 RECENCY_MAGIC = b"KVDLRU01"
 
 KIND_BLANK = 0
@@ -55,6 +62,7 @@ _INDEX = struct.Struct("<8sIIQQIIQQ")
 _ENTRY = struct.Struct("<64sQQQQQBBHI")
 _DELETES = struct.Struct("<8sIIQ16x")
 _DELETE = struct.Struct("<64sQ")
+_DELETES_HEAD = struct.Struct("<8sIIQ")
 
 ENTRY_DTYPE = np.dtype(
     [
@@ -172,7 +180,7 @@ class ExtentHeader(NamedTuple):
     def pack(self) -> bytes:
         """256 bytes, checksum included."""
         body = _EXTENT.pack(
-            EXTENT_MAGIC, FORMAT_VERSION, self.kind, self.retention, self.flags,
+            EXTENT_MAGIC, RECORD_VERSION, self.kind, self.retention, self.flags,
             self.region, self.nonce, self.offset, self.sequence, self.length, self.expires_ns,
             self.identity, self.checksum, self.stored_ns, self.epoch, self.note,
         ).ljust(EXTENT_HEADER_BYTES - 8, b"\0")  # fmt: skip
@@ -188,7 +196,7 @@ class ExtentHeader(NamedTuple):
             return None
         (magic, version, kind, retention, flags, region, nonce, offset, sequence, length, expires, identity, checksum,
          stored, epoch, note) = _EXTENT.unpack_from(page)  # fmt: skip
-        if magic != EXTENT_MAGIC or version != FORMAT_VERSION or kind not in (KIND_VALUE, KIND_RESERVED):
+        if magic != EXTENT_MAGIC or version != RECORD_VERSION or kind not in (KIND_VALUE, KIND_RESERVED):
             return None
         return cls(
             region, nonce, offset, sequence, length, expires, identity, checksum, stored, epoch, retention, flags, kind, note
@@ -254,7 +262,7 @@ class IndexPage:
         """One page."""
         head = _INDEX.pack(
             INDEX_MAGIC,
-            FORMAT_VERSION,
+            RECORD_VERSION,
             self.count,
             self.region,
             self.nonce,
@@ -271,7 +279,7 @@ class IndexPage:
         if not _intact(page):
             return None
         magic, version, count, region, nonce, number, epoch, start, stop = _INDEX.unpack_from(page)
-        if magic != INDEX_MAGIC or version != FORMAT_VERSION or not 0 < count <= ENTRIES_PER_PAGE:
+        if magic != INDEX_MAGIC or version != RECORD_VERSION or not 0 < count <= ENTRIES_PER_PAGE:
             return None
         return cls(region, nonce, number, epoch, start, stop, bytes(page[_INDEX.size : _INDEX.size + count * ENTRY_BYTES]))
 
@@ -280,7 +288,7 @@ def pack_deletes(number: int, deletes: "list[tuple[Identity, int]]") -> bytes:
     """One page of the deletes log: every record of `identity` with a sequence below the one given is dead."""
     assert 0 < len(deletes) <= DELETES_PER_PAGE
     body = b"".join(_DELETE.pack(identity, sequence) for identity, sequence in deletes)
-    return _sealed(_DELETES.pack(DELETES_MAGIC, FORMAT_VERSION, len(deletes), number) + body)
+    return _sealed(_DELETES.pack(DELETES_MAGIC, RECORD_VERSION, len(deletes), number) + body)
 
 
 def unpack_deletes(page: Bytes) -> "list[tuple[Identity, int]] | None":
@@ -288,10 +296,23 @@ def unpack_deletes(page: Bytes) -> "list[tuple[Identity, int]] | None":
     if not _intact(page):
         return None
     magic, version, count, _number = _DELETES.unpack_from(page)
-    if magic != DELETES_MAGIC or version != FORMAT_VERSION or not 0 < count <= DELETES_PER_PAGE:
+    if magic != DELETES_MAGIC or version != RECORD_VERSION or not 0 < count <= DELETES_PER_PAGE:
         return None
     end = _DELETES.size + count * _DELETE.size
     return [(identity, sequence) for identity, sequence in _DELETE.iter_unpack(page[_DELETES.size : end])]
+
+
+def pack_deletes_head(pairs: int) -> bytes:
+    """One page, the first of a deletes log: at least `pairs` pairs of pages with lines follow it and its copy."""
+    return _sealed(_DELETES_HEAD.pack(DELETES_HEAD_MAGIC, FORMAT_VERSION, 0, pairs))
+
+
+def unpack_deletes_head(page: Bytes) -> int | None:
+    """How many pairs a deletes log says that it has at least, or None."""
+    if not _intact(page):
+        return None
+    magic, version, _zero, pairs = _DELETES_HEAD.unpack_from(page)
+    return int(pairs) if magic == DELETES_HEAD_MAGIC and version == FORMAT_VERSION else None
 
 
 assert len(Identity()) == 0  # Identity is bytes

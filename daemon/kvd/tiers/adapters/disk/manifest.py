@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, AdapterInUse
-from kvd.tiers.adapters.disk.format import FORMAT_NAME, FORMAT_VERSION, PAGE, region_sequence
+from kvd.tiers.adapters.disk.format import FORMAT_NAME, FORMAT_VERSION, PAGE, READ_VERSIONS, region_sequence
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
+from kvtools.errors import hint_for
 from kvtools.output import printable
 
 MANIFEST = "manifest.json"
@@ -38,12 +39,14 @@ def _unusable(root: Path, error: OSError) -> AdapterConfigError:
         return AdapterConfigError(f"{root} is not a folder", hint="give the disk tier a folder of its own")
     return AdapterConfigError(
         f"cannot use {root} for the disk tier: {error.strerror or error}",
-        hint="the folder must be writable for the user that runs kvd",
+        hint=hint_for(error, "the folder must be writable for the user that runs kvd"),
     )
 
 
-def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> None:
-    """Refuse a folder of another format or version; write the manifest where there is none.
+def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> int:
+    """Refuse a folder of a format or version that is not ours to read; write the manifest where there is none.
+
+    Answers which version the folder has: the newest where no manifest says.
 
     Raises AdapterConfigError (will never work), AdapterError (cannot write now).
     """
@@ -55,23 +58,21 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
     if text:
         found = _parse(text)
         if found is not None:
-            _refuse_strange(root, found)
-            return
+            return _version(root, found)
         if not any(region_sequence(name) is not None for name in names):
             raise AdapterConfigError(f"{root / MANIFEST} is not a manifest of kvd", hint="give the disk tier a folder of its own")
         # Damaged, but the region files speak for themselves: each carries the version too.
     try:
-        _write(io, root, region_bytes, clock_ns())
+        write(io, root, region_bytes, clock_ns)
     except OSError as error:
-        raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}") from error
+        raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}", hint=hint_for(error)) from error
+    return FORMAT_VERSION
 
 
-def refuse_strange(io: Storage, root: Path) -> None:
-    """Raise AdapterConfigError where the manifest names another format or version. Raises OSError."""
-    if MANIFEST in io.listdir(root):
-        found = _parse(_read(io, root / MANIFEST))
-        if found is not None:
-            _refuse_strange(root, found)
+def refuse_strange(io: Storage, root: Path) -> int:
+    """`check` without writing anything. Raises AdapterConfigError, OSError."""
+    found = _parse(_read(io, root / MANIFEST)) if MANIFEST in io.listdir(root) else None
+    return FORMAT_VERSION if found is None else _version(root, found)
 
 
 def _parse(text: bytes) -> dict[str, object] | None:
@@ -82,17 +83,26 @@ def _parse(text: bytes) -> dict[str, object] | None:
     return found if isinstance(found, dict) and "format" in found and "version" in found else None
 
 
-def _refuse_strange(root: Path, found: dict[str, object]) -> None:
+def _version(root: Path, found: dict[str, object]) -> int:
+    """The version that a manifest names. Raises AdapterConfigError where it is another program's, or none that is read here."""
     if found["format"] != FORMAT_NAME:
         raise AdapterConfigError(
             f"{root} holds a store of another kind: {printable(str(found['format']))}",
             hint="give the disk tier a folder of its own",
         )
-    if found["version"] != FORMAT_VERSION:
-        raise AdapterConfigError(
-            f"{root} has format version {printable(str(found['version']))}; this kvd reads version {FORMAT_VERSION}",
-            hint="use the kvd that wrote it, or give the tier another folder",
-        )
+    for version in READ_VERSIONS:
+        if found["version"] == version:
+            return version
+    raise AdapterConfigError(strange_version(root, found["version"]), hint=STRANGE_HINT)
+
+
+STRANGE_HINT = "use the kvd that wrote it, or give the tier another folder"
+
+
+def strange_version(place: Path, version: object) -> str:
+    """The sentence about a folder or file of a version that this program does not know."""
+    read = " and ".join(str(known) for known in READ_VERSIONS)
+    return f"{place} has format version {printable(str(version))}; this kvd reads versions {read}"
 
 
 def _read(io: Storage, path: Path) -> bytes:
@@ -104,11 +114,12 @@ def _read(io: Storage, path: Path) -> bytes:
         io.close(fd)
 
 
-def _write(io: Storage, root: Path, region_bytes: int, created_ns: int) -> None:
+def write(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> None:
+    """Write the manifest of a folder of the newest version, in place of what is there. Raises OSError."""
     content: dict[str, object] = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "created_ns": created_ns,
+        "created_ns": clock_ns(),
         "region_bytes": region_bytes,
     }
     temporary = root / (MANIFEST + ".tmp")

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvd.tiers.adapters.disk.format import FORMAT_VERSION, PAGE, RECENCY_MAGIC
+from kvd.tiers.adapters.disk.format import PAGE, RECENCY_MAGIC, RECORD_VERSION
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 
 FILE_NAME = "recency.kvsnap"
@@ -43,7 +43,7 @@ def save(io: Storage, root: Path, places: list[tuple[int, int, int]]) -> None:
     rows = np.array(places, _ROW)
     rows.sort(order=["region", "offset"])
     body = rows.tobytes()
-    head = _HEAD.pack(RECENCY_MAGIC, FORMAT_VERSION, 0, len(rows), xxhash.xxh3_64_intdigest(body)).ljust(PAGE, b"\0")
+    head = _HEAD.pack(RECENCY_MAGIC, RECORD_VERSION, 0, len(rows), xxhash.xxh3_64_intdigest(body)).ljust(PAGE, b"\0")
     temporary = root / (FILE_NAME + ".tmp")
     if temporary.name in io.listdir(root):
         io.unlink(temporary)
@@ -76,7 +76,7 @@ def load(io: Storage, root: Path) -> Recency | None:
         io.close(fd)
     magic, version, _zero, count, checksum = _HEAD.unpack_from(buffer)
     body = buffer[PAGE:]
-    if magic != RECENCY_MAGIC or version != FORMAT_VERSION or len(body) != count * _ROW.itemsize:
+    if magic != RECENCY_MAGIC or version != RECORD_VERSION or len(body) != count * _ROW.itemsize:
         return None
     if xxhash.xxh3_64_intdigest(body) != checksum:
         return None

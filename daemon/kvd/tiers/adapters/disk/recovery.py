@@ -1,11 +1,12 @@
 """Starting up: from a folder of region files to the index that was there before.
 
-    1. Every region file's header page is read. No valid header: the file holds nothing and is used again. Another format
-       version: refused by name.
+    1. Every region file's header page is read. No valid header: the file holds nothing and is used again. A format version
+       that is not known here: refused by name.
     2. The index pages of all regions are read, in parallel, and what follows them is walked (see `scan`).
     3. The recency snapshot, if there is a sound one, gives each value the time of its last use.
     4. All records are merged: of one identity the highest sequence number wins; a line of the deletes log with a still
        higher one kills it. Nearly all identities occur once; only the others are looked at one by one.
+       Where the log is lost, in whole or in part, every record could be a dead one: none is served, all regions are voided.
     5. The budget is applied, and the regions with the most room take appends again.
 
 Cost: the bytes read are 112 for each value, however large the values and the budget are. The time is that of building the dict.
@@ -27,18 +28,19 @@ from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.format import (
     ENTRY_DTYPE,
     FLAG_NO_CHECKSUM,
-    FORMAT_VERSION,
     INLINE_MAX,
     PAGE,
+    READ_VERSIONS,
     RegionHeader,
     region_sequence,
     reserved_entry,
 )
 from kvd.tiers.adapters.disk.index import MAX_REGION_BYTES, pack
+from kvd.tiers.adapters.disk.manifest import STRANGE_HINT, strange_version
 from kvd.tiers.adapters.disk.recency import Recency
-from kvd.tiers.adapters.disk.region import Pending, Region, State
+from kvd.tiers.adapters.disk.region import Pending, Region, State, aligned_page
 from kvd.tiers.adapters.disk.scan import Scan, Source, entry_of, scan_region
-from kvd.tiers.adapters.disk.storage import Storage, read_fully
+from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 
 _SCAN_THREADS = 8
 
@@ -95,11 +97,8 @@ def _examine(io: Storage, file: Found, pool: BufferPool) -> None:
         file.damaged = header is None and any(page[:PAGE])
     if header is None:
         return
-    if header.version != FORMAT_VERSION:
-        raise AdapterConfigError(
-            f"{file.path} has format version {header.version}; this kvd reads version {FORMAT_VERSION}",
-            hint="use the kvd that wrote it, or give the tier another folder",
-        )
+    if header.version not in READ_VERSIONS:
+        raise AdapterConfigError(strange_version(file.path, header.version), hint=STRANGE_HINT)
     if not 2 * PAGE <= header.region_bytes <= MAX_REGION_BYTES or header.region_bytes % PAGE:
         return
     file.header = header
@@ -120,6 +119,29 @@ def _drop_twins(found: list[Found]) -> None:
         wrong = file if region_sequence(file.path.name) != file.header.sequence else other
         owners[file.header.sequence] = other if wrong is file else file
         wrong.header = wrong.scan = None
+
+
+def void(io: Storage, root: Path, found: list[Found]) -> int:
+    """Make every region hold nothing, stably; the values that were in them. Raises OSError.
+
+    For a store of which nobody can tell what is dead. A crash half-way leaves the log lost and the next start goes on.
+    """
+    values = 0
+    for file in list(found):
+        if file.scan is None:
+            continue
+        values += len(file.scan.indexed) + len(file.scan.walked)
+        if file.scan.reserved:
+            # Whoever was lent a part may still be writing there: the file must not be used again.
+            io.unlink(file.path)
+            io.close(file.fd)
+            found.remove(file)
+            continue
+        write_fully(io, file.fd, [aligned_page(bytes(PAGE))], 0)
+        io.fdatasync(file.fd)
+        file.scan = None
+    io.fsync_dir(root)
+    return values
 
 
 def region_of(file: Found, slot: int, *, durable: bool) -> Region:
