@@ -26,9 +26,8 @@ def change_limit(
 ) -> None:
     """Set the limit of `state`'s pool to `wanted` bytes, as far as it goes, and report. Raises KvErrors."""
     peers = likely_owners(state.name) if state.owner is None else []
-    decision = limits.decide(
-        state, wanted, takes_limits=not any(peer.prealloc_off for peer in peers), first_bytes=limits.first_limit(state, root=root)
-    )
+    first = limits.first_limit(state, root=root) if state.owner is None else None
+    decision = limits.decide(state, wanted, takes_limits=not any(peer.prealloc_off for peer in peers), first_bytes=first)
     for text in decision.notes:
         note(f"note: {text}")
     if dry_run:
@@ -42,7 +41,7 @@ def change_limit(
         change = limits.write(decision, by=who, expected=state.reading.limit_bytes, root=root)
     except Changed as error:
         raise KvError(f"{error.message}: nothing was written", hint="somebody changed it at the same moment: look again") from None
-    if state.owner is None:
+    if state.owner is None or state.owner.error:
         journal.note(change, by=who, at_ns=time.time_ns(), root=root)
     # Where the change could not be noted in the owner file (locked, not ours to write), an answer from before is no answer.
     changed = change.before.limit_bytes != change.after.limit_bytes

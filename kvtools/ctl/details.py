@@ -31,7 +31,7 @@ def emit_details(state: PoolState, root: Path, *, as_json: bool) -> None:
 def gather(state: PoolState, root: Path) -> dict[str, Any]:
     """The JSON body of `kvctl show`."""
     body = tables.details(state, root)
-    if state.owner is None:
+    if state.owner is None or state.owner.error:
         chain = journal.history(state.reading, root=root)
         body["limits"] = [tables.entry(LimitEntry(one.after_bytes, one.by, one.at_ns, "unknown")) for one in chain]
         body["first_limit_bytes"] = chain[0].before_bytes if chain else None

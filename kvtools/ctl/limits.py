@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtools.errors import KvError, Refused, TimedOut, UsageError
+from kvtools.errors import KvError, Refused, TimedOut, Unreachable, UsageError
 from kvtools.output import printable
 from kvtools.segments import owner, pool
 from kvtools.segments.files import SHM
@@ -240,25 +240,33 @@ def _gpus(devices: Sequence[object]) -> str:
 
 
 def start_capacity(state: PoolState, *, root: Path = SHM) -> int:
-    """What `restore` goes back to. Raises Refused when nothing says it.
+    """What `restore` goes back to. Raises Refused when nothing says it, Unreachable where the owner file could have.
 
     That is the capacity in the owner file, else the limit that the segment had before kvctl first changed it.
     """
+    name = printable(state.name)
     if state.owner and state.owner.info.start_capacity_bytes:
         return state.owner.info.start_capacity_bytes
     if first := first_limit(state, root=root):
         return first
+    said = owner.read_owner(state.name, root=root)  # raises where it is there and cannot be opened
+    if said is not None and said.error:
+        raise Unreachable(
+            f"segment {name}: {said.error}, so what it started with is not known (kvctl has not changed its limit either)",
+            hint=f"set it yourself: kvctl limit {name} SIZE; the engine writes the file anew when it starts again",
+        )
+    why = "has no owner file to say" if said is None else "does not say in its owner file"
     raise Refused(
-        f"segment {printable(state.name)} does not say what capacity it started with, and kvctl has not changed its limit",
-        hint=f"set it yourself: kvctl limit {printable(state.name)} SIZE",
+        f"segment {name} {why} what capacity it started with, and kvctl has not changed its limit",
+        hint=f"set it yourself: kvctl limit {name} SIZE",
     )
 
 
 def first_limit(state: PoolState, *, root: Path = SHM) -> int | None:
-    """For a segment without an owner file: its limit before kvctl's first change, which is its engine's start value."""
+    """For a segment without a sound owner file: its limit before kvctl's first change, which is its engine's start value."""
     from kvtools.ctl import journal
 
-    if state.owner is not None:
+    if state.owner is not None and not state.owner.error:
         return None
     chain = journal.history(state.reading, root=root)
     return chain[0].before_bytes if chain else None

@@ -168,7 +168,8 @@ def read_owner(name: str, *, root: Path = SHM, timeout_s: float = 0.2) -> Owner 
             flock(fd, fcntl.LOCK_SH, what=f"owner file {printable(side)}", timeout_s=timeout_s)
         except TimedOut:
             pass
-        return _parse(name, os.pread(fd, _MAX_READ, 0), alive)
+        owner = _parse(name, os.pread(fd, _MAX_READ, 0), alive)
+        return owner._replace(error=f"owner file {printable(str(root / side))} is damaged: {owner.error}") if owner.error else owner
     finally:
         os.close(fd)
 
@@ -412,8 +413,11 @@ def _text(owner: Owner, limits: Sequence[LimitEntry]) -> bytes:
 
 def _parse(name: str, data: bytes, alive: bool) -> Owner:
     """What the first line says; later bytes are the tail of a longer text whose cutting a kill prevented."""
+    line = data.partition(b"\n")[0]
+    if not line.strip():
+        return _blank(name, alive, "it is empty" if not data else "its first line is empty")
     try:
-        body = json.loads(data.partition(b"\n")[0])
+        body = json.loads(line)
         info = OwnerInfo(**{key: _typed(key, body[key]) for key in OwnerInfo._fields if key in body})
         limits = tuple(
             LimitEntry(
@@ -429,8 +433,12 @@ def _parse(name: str, data: bytes, alive: bool) -> Owner:
         return Owner(
             name, alive, int(body["pid"]), int(body["pid_start"]), int(body["pid_namespace"]), int(body["since_ns"]), info, limits
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        return _blank(name, alive, f"the owner file does not parse ({type(error).__name__})")
+    except KeyError as error:
+        return _blank(name, alive, f"it lacks the field {error}")
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        return _blank(name, alive, "it is not JSON")
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        return _blank(name, alive, f"it does not say what an owner says ({type(error).__name__})")
 
 
 def _typed(name: str, value: Any) -> Any:

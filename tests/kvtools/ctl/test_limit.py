@@ -204,6 +204,40 @@ def test_the_start_value_of_a_kvcached_engine_is_written_one_byte_less(kvctl: Kv
     assert kvctl("restore", "x").rc == 5
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "it is empty"),
+        (b"\nx", "its first line is empty"),
+        (b"{ half", "it is not JSON"),
+        (b"\xff\xfe", "it is not JSON"),
+        (b'{"engine":"x","limits":[]}', "it lacks the field 'pid'"),
+        (b"[1]", "it does not say what an owner says"),
+    ],
+)
+def test_restore_with_a_damaged_owner_file_says_which_and_what_to_do(kvctl: Kvctl, shm: Path, text: bytes, why: str) -> None:
+    pool.create_pool("x", 8 * GiB, root=shm)
+    (shm / "x.kvtools").write_bytes(text)
+    ran = kvctl("restore", "x")
+    assert ran.rc == 4, "a file that could have said it cannot be read"
+    assert f"owner file {shm}/x.kvtools is damaged: {why}" in ran.stderr
+    assert "kvctl limit x SIZE" in ran.stderr
+    # kvctl keeps the history that the file cannot keep, so from its first change on it is known.
+    assert kvctl("limit", "x", "2G").rc == 0
+    ran = kvctl("restore", "x", "--json")
+    assert (ran.rc, ran.json()["after"]["limit_bytes"]) == (0, 8 * GiB)
+    assert kvctl("show", "x", "--json").json()["first_limit_bytes"] == 8 * GiB
+    assert (shm / "x.kvtools").read_bytes() == text
+
+
+def test_restore_with_an_owner_file_that_cannot_be_opened(kvctl: Kvctl, shm: Path) -> None:
+    pool.create_pool("x", 8 * GiB, root=shm)
+    (shm / "x.kvtools").symlink_to(shm / "elsewhere")
+    ran = kvctl("restore", "x")
+    assert ran.rc == 4
+    assert "owner file x.kvtools is a symbolic link" in ran.stderr
+
+
 @pytest.mark.parametrize("percent", ["0", "-5", "101", "x", "", "1e1", "nan"])
 def test_percentages_that_are_none(kvctl: Kvctl, shm: Path, percent: str) -> None:
     pool.create_pool("x", 8 * GiB, root=shm)
