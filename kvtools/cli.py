@@ -29,7 +29,7 @@ from typer.core import TyperGroup  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
 from kvtools import __version__  # noqa: E402
-from kvtools.errors import KvError  # noqa: E402
+from kvtools.errors import KvError, hint_for  # noqa: E402
 from kvtools.exits import Exit  # noqa: E402
 from kvtools.output import printable  # noqa: E402
 
@@ -191,7 +191,8 @@ def _run(prog: str, target: str, words: list[str]) -> int:
         if not error.filename and (code := _flush(prog, Exit.OK)):
             return code  # it was the output that failed
         where = f" ({error.filename})" if error.filename else ""
-        return _fail(prog, f"{error.strerror or error}{where}", "run again with --debug for the traceback", Exit.FAILED)
+        hint = hint_for(error, "run again with --debug for the traceback")
+        return _fail(prog, f"{error.strerror or error}{where}", hint, Exit.FAILED)
 
 
 def _flush(prog: str, code: int) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvtools.elastic.dlpack import CPU
 from kvtools.elastic.memory import DeviceMemory, DriverError, OutOfMemory, VirtualMemory
+from kvtools.errors import hint_for
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -50,7 +51,9 @@ class CpuMemory(VirtualMemory):
         except BaseException as error:
             os.close(self._fd)
             if isinstance(error, OSError):
-                raise DriverError(f"cannot make a memory file of {self.size} bytes: {error.strerror}") from None
+                raise DriverError(
+                    f"cannot make a memory file of {self.size} bytes: {error.strerror}", hint=hint_for(error)
+                ) from None
             raise
 
     def _place(self, address: int | None, length: int, protection: int, flags: int, fd: int, offset: int) -> int:

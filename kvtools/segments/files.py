@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError
+from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError, hint_for
 from kvtools.output import printable
 
 SHM = Path("/dev/shm")  # noqa: S108 - shared memory is the subject, not a place for scratch
@@ -120,7 +120,7 @@ def explain(error: OSError, name: str, *, what: str, root: Path) -> NotFound | U
         return Unreachable(
             f"no room in {root} for {what} {shown}", hint=f"free some shared memory (df {root}), or give the container a larger one"
         )
-    return Unreachable(f"{what} {shown}: {error.strerror or error}")
+    return Unreachable(f"{what} {shown}: {error.strerror or error}", hint=hint_for(error))
 
 
 def still_named(fd: int, path: Path) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvdoctor.facts import Facts, ToolRun
 from kvdoctor.redact import Redactor
-from kvtools.errors import KvError, UsageError
+from kvtools.errors import KvError, UsageError, hint_for
 
 KEPT_ARGUMENT = re.compile(
     r"^(--(no-)?enable-prefix-caching|--prefix-caching-hash-algo|--kv-transfer-config|--tensor-parallel-size|--long-path"
@@ -105,7 +105,8 @@ def write_capture(recording: Recording, facts: Facts, folder: Path, *, redact: b
                 folder.rmdir()
             place.rename(folder)
     except OSError as error:
-        raise KvError(f"cannot write {folder}: {error.strerror}", hint="name a directory on a file system with room") from None
+        hint = hint_for(error, "name a directory that you may write")
+        raise KvError(f"cannot write {folder}: {error.strerror}", hint=hint) from None
 
 
 def _private_names(facts: Facts) -> tuple[set[str], set[str]]:

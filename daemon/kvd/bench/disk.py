@@ -23,6 +23,7 @@ from kvd.bench.figures import Figure, pairwise
 from kvd.bench.own import Own
 from kvd.errors import KvdError
 from kvd.wire.client import Client
+from kvtools.errors import hint_for
 from kvtools.output import note
 from kvtools.units import format_size
 
@@ -63,7 +64,9 @@ class Raw:
         try:
             os.posix_fallocate(self.fd, 0, self.size * count)
         except OSError as error:
-            raise KvdError(f"no room to measure in {folder}: {error.strerror}", hint="name a --path with more room") from None
+            raise KvdError(
+                f"no room to measure in {folder}: {error.strerror}", hint=hint_for(error, "name another --path")
+            ) from None
 
     def _close(self) -> None:
         self.threads.shutdown()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvd.errors import KvdError, Unavailable
 from kvd.wire.client import Client
-from kvtools.errors import KvError, UsageError
+from kvtools.errors import KvError, UsageError, hint_for
 from kvtools.interrupts import interrupts_held
 
 NAMESPACE = "kvd bench"
@@ -39,7 +39,8 @@ class Own:
                 made = Path(tempfile.mkdtemp(prefix="kvd-bench-", dir=where))
                 self._undo.append(lambda: shutil.rmtree(made, ignore_errors=True))
         except OSError as error:
-            raise UsageError(f"cannot make a folder in {where}: {error.strerror}") from None
+            hint = hint_for(error, "name a folder that exists and that you may write")
+            raise UsageError(f"cannot make a folder in {where}: {error.strerror}", hint=hint) from None
         return made
 
     def part(self) -> "Own":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvd.errors import KvdError
 from kvd.store.arena import Arena
-from kvtools.errors import Refused
+from kvtools.errors import Refused, hint_for
 from kvtools.segments.files import lock_for_life
 from kvtools.units import format_size
 
@@ -38,7 +38,8 @@ class Slab(Arena):
             self._remove_old()
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise KvdError(f"cannot make {self.path}: {error.strerror}", hint="--gds-l1-path names a folder of its own") from error
+            hint = hint_for(error, "--gds-l1-path names a folder of its own")
+            raise KvdError(f"cannot make {self.path}: {error.strerror}", hint=hint) from error
         try:
             # A descriptor of its own: the other one goes to clients, whose mappings would hold the lock when we are long gone.
             self._lock_fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -48,7 +49,7 @@ class Slab(Arena):
             os.close(fd)
             self.path.unlink(missing_ok=True)
             size = format_size(self.capacity)
-            hint = "give --max-bytes what is free there" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+            hint = "give --max-bytes what is free there" if error.errno in (errno.ENOSPC, errno.EFBIG) else hint_for(error)
             raise KvdError(f"cannot make {self.path} {size} large: {error.strerror}", hint=hint) from error
         return fd
 

@@ -44,6 +44,7 @@ from kvd.tiers.adapters.base import (
     Want,
 )
 from kvd.tiers.adapters.kind import MAX_BYTES, Eviction, Field, Kind, path, seconds, word
+from kvtools.errors import hint_for
 
 MANIFEST = "kvtools-fs.json"
 FORMAT, VERSION = "kvtools.fs", 1
@@ -100,7 +101,7 @@ class FsAdapter(Adapter):
             self._sweep()
             self._scan()
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot use {self.root}: {error.strerror or error}") from None
+            raise AdapterError(f"{self.name}: cannot use {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
 
     def _own(self) -> None:
         """Check the manifest, or write it into a folder that is empty."""
@@ -162,7 +163,7 @@ class FsAdapter(Adapter):
                 self.counters.store_failures += 1
             results.append(result)
         if failure is not None and not any(result.ok for result in results):
-            raise AdapterError(f"{self.name}: cannot write to {self.root}: {failure.strerror or failure}")
+            raise AdapterError(f"{self.name}: cannot write to {self.root}: {failure.strerror or failure}", hint=hint_for(failure))
         return results
 
     def _store(self, item: Item) -> Stored:
@@ -238,7 +239,7 @@ class FsAdapter(Adapter):
         if failure is not None:
             self.counters.io_errors += 1
             if not any(found):
-                raise AdapterError(f"{self.name}: cannot read {self.root}: {failure.strerror or failure}")
+                raise AdapterError(f"{self.name}: cannot read {self.root}: {failure.strerror or failure}", hint=hint_for(failure))
         return found
 
     def _head(self, target: Path) -> envelope.Head | None:
@@ -338,7 +339,9 @@ class FsAdapter(Adapter):
             return sum(self._drop(self._path(identity)) for identity in identities)
         except OSError as error:
             self.counters.io_errors += 1
-            raise AdapterError(f"{self.name}: cannot delete in {self.root}: {error.strerror or error}") from None
+            raise AdapterError(
+                f"{self.name}: cannot delete in {self.root}: {error.strerror or error}", hint=hint_for(error)
+            ) from None
 
     def _drop(self, target: Path) -> bool:
         """Remove a file, whatever it is; False where there is none. Raises OSError where it stays."""
@@ -456,7 +459,7 @@ class FsAdapter(Adapter):
                     else:
                         yield identity, head.hit
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}") from None
+            raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
 
     def usage(self) -> Usage:
         with self._lock:
@@ -467,7 +470,7 @@ class FsAdapter(Adapter):
         try:
             return Durability.FSYNC if sync_file_system(self.root) else Durability.NONE
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot sync {self.root}: {error.strerror or error}") from None
+            raise AdapterError(f"{self.name}: cannot sync {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
 
     def describe(self) -> dict[str, object]:
         return {"path": str(self.root), "durability": self.durability.name.lower()}

@@ -41,6 +41,7 @@ from kvd.tiers.adapters.base import (
 )
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.ledger import Entry, Ledger
+from kvtools.errors import hint_for
 
 log = logging.getLogger("kvd.tiers")
 
@@ -145,7 +146,7 @@ class SlotAdapter(Adapter):
                 self._medium.close()
                 raise
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot use {self.where}: {error.strerror or error}") from None
+            raise AdapterError(f"{self.name}: cannot use {self.where}: {error.strerror or error}", hint=hint_for(error)) from None
 
     def _check_superblock(self, size: int) -> None:
         block = self._buffers.block()
@@ -291,7 +292,7 @@ class SlotAdapter(Adapter):
                 self.counters.store_failures += 1
             results.append(result)
         if failure is not None and not any(result.ok for result in results):
-            raise AdapterError(f"{self.name}: cannot write to {self.where}: {failure.strerror or failure}")
+            raise AdapterError(f"{self.name}: cannot write to {self.where}: {failure.strerror or failure}", hint=hint_for(failure))
         return results
 
     def _store(self, item: Item) -> Stored:
@@ -396,7 +397,9 @@ class SlotAdapter(Adapter):
                 self._let_go(entry)
         except OSError as error:
             self.counters.io_errors += 1
-            raise AdapterError(f"{self.name}: cannot write to {self.where}: {error.strerror or error}") from None
+            raise AdapterError(
+                f"{self.name}: cannot write to {self.where}: {error.strerror or error}", hint=hint_for(error)
+            ) from None
         return len(gone)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
@@ -413,7 +416,7 @@ class SlotAdapter(Adapter):
             self._medium.sync()
         except OSError as error:
             self.counters.io_errors += 1
-            raise AdapterError(f"{self.name}: cannot sync {self.where}: {error.strerror or error}") from None
+            raise AdapterError(f"{self.name}: cannot sync {self.where}: {error.strerror or error}", hint=hint_for(error)) from None
         return Durability.FSYNC
 
     def describe(self) -> dict[str, object]:

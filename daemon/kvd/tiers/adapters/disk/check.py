@@ -33,6 +33,7 @@ from kvd.tiers.adapters.disk.recovery import Found, find_regions, void
 from kvd.tiers.adapters.disk.region import aligned_page
 from kvd.tiers.adapters.disk.scan import Gap, Source, verify_payload
 from kvd.tiers.adapters.disk.storage import RealStorage, Storage, write_fully
+from kvtools.errors import hint_for
 
 _THREADS = 4
 
@@ -89,7 +90,9 @@ def verify(path: Path, *, repair: bool = False, io: Storage | None = None) -> Re
     try:
         names = storage.listdir(path)
     except OSError as error:
-        raise AdapterConfigError(f"cannot read {path}: {error.strerror or error}", hint="name the folder of a disk tier") from error
+        raise AdapterConfigError(
+            f"cannot read {path}: {error.strerror or error}", hint=hint_for(error, "name the folder of a disk tier")
+        ) from error
     if manifest.MANIFEST not in names and not any(region_sequence(name) is not None for name in names):
         raise AdapterConfigError(f"{path} holds no disk tier of kvd", hint="name the folder given to --long-path")
     owner = manifest.own(storage, path)
@@ -97,7 +100,7 @@ def verify(path: Path, *, repair: bool = False, io: Storage | None = None) -> Re
         version = manifest.refuse_strange(storage, path)
         return _Check(storage, path, version, repair).run()
     except OSError as error:
-        raise AdapterError(f"cannot check {path}: {error.strerror or error}") from error
+        raise AdapterError(f"cannot check {path}: {error.strerror or error}", hint=hint_for(error)) from error
     finally:
         storage.close(owner)
 

@@ -41,6 +41,7 @@ from kvd.tiers.adapters.disk.reader import is_of
 from kvd.tiers.adapters.disk.region import Pending, Region, State, aligned_page
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 from kvd.tiers.adapters.disk.writer import Writer, reason_of
+from kvtools.errors import hint_for
 
 _CHECKSUM_BYTES = 16
 
@@ -94,7 +95,10 @@ class LendingDesk:
         if failure is not None and not any(isinstance(answer, DirectExtent) for answer in answers):
             if isinstance(failure, AdapterError):
                 raise failure
-            raise AdapterError(f"cannot write to a region file: {failure.strerror or failure}", hint="see the kernel log (dmesg)")
+            raise AdapterError(
+                f"cannot write to a region file: {failure.strerror or failure}",
+                hint=hint_for(failure, "see the kernel log (dmesg)"),
+            )
         return answers
 
     def _refusal(self, one: Reservation) -> str:
