@@ -1,8 +1,9 @@
 """The socket: who may come in, the handshake, frames in and out.
 
 A live daemon's socket is never stolen and a stale one is replaced: an exclusive lock on `<socket>.lock`, held for life,
-decides which it is. Peers outside the allow-list are closed without a word from us. The handshake runs on the bare socket,
-because a descriptor travels with it; then the connection belongs to uvloop.
+decides which it is. The file goes when the daemon does, also where it was refused at its start. Peers outside the allow-list
+are closed without a word from us. The handshake runs on the bare socket, because a descriptor travels with it; then the
+connection belongs to uvloop.
 
 Frames: over MAX_FRAME or undecodable ones get an error frame, then a close. Requests that the store can answer are
 answered in the same call; those that wait for a tier become tasks, at most MAX_WAITING a connection, above which it is
@@ -30,11 +31,13 @@ from kvd.store.leases import Holder
 from kvd.wire import protocol
 from kvd.wire.connection import standard_socket
 from kvd.wire.protocol import LENGTH, MAX_FRAME, Answer, Failed, Request, encode
-from kvtools.errors import UsageError
+from kvtools.errors import UsageError, hint_for
+from kvtools.segments.files import still_named
 
 log = logging.getLogger("kvd.server")
 
 HANDSHAKE_S = 5.0
+HELLO_MAX = 4096
 MAX_WAITING = 64
 MAX_CONNECTIONS = 4096
 MAX_UNREAD = 1 << 20
@@ -248,14 +251,45 @@ class Server:
         try:
             if self.path == standard_socket():  # another folder must be there: a mistyped path makes none
                 self.path.parent.mkdir(mode=0o755, exist_ok=True)
-            self._lock_fd = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = self._take_lock()
         except BlockingIOError:
             raise self._taken() from None
         except OSError as error:
             why = f"cannot use the socket path {self.path}: {error.strerror}"
-            raise UsageError(why, hint="give --socket a path in a folder that exists and that you may write") from None
-        self._remove_stale()
+            hint = hint_for(error, "give --socket a path in a folder that exists and that you may write")
+            raise UsageError(why, hint=hint) from None
+        try:
+            self._remove_stale()
+        except BaseException:
+            self._unlock()
+            raise
+
+    @property
+    def _lock_path(self) -> Path:
+        return Path(f"{self.path}.lock")
+
+    def _take_lock(self) -> int:
+        """The lock file, made where it is missing, locked. Raises BlockingIOError where another daemon has it, OSError."""
+        while True:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever stops removes the file while it holds the lock: then this is the lock on nothing any more.
+                if still_named(fd, self._lock_path):
+                    held, fd = fd, -1
+                    return held
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def _unlock(self) -> None:
+        """Let go of the path and leave no lock file behind, unless somebody has put another in its place."""
+        if self._lock_fd < 0:
+            return
+        if still_named(self._lock_fd, self._lock_path):
+            self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
 
     def _taken(self) -> KvdError:
         return KvdError(f"a daemon is already running on {self.path}", hint="stop it, or give this one another --socket")
@@ -275,7 +309,8 @@ class Server:
             if self.group is not None:
                 os.chown(self.path, -1, self.group)
         except OSError as error:
-            raise UsageError(f"cannot bind {self.path}: {error.strerror}") from None
+            hint = hint_for(error, "give --socket a path in a folder that you may write, and --socket-group a group you are in")
+            raise UsageError(f"cannot bind {self.path}: {error.strerror}", hint=hint) from None
         finally:
             os.umask(before)
         self.path.chmod(self.mode)
@@ -347,10 +382,17 @@ class Server:
             self.refused_peers += 1
             log.warning("refused a connection of uid %d, gid %d (pid %d)", peer.uid, peer.gid, peer.pid)
             return False
-        (size,) = LENGTH.unpack(await _exactly(loop, sock, 4))
-        if size > 4096:
-            raise EOFError("its first frame is not a greeting")
-        hello = protocol.hello_decoder.decode(await _exactly(loop, sock, size))
+        try:
+            (size,) = LENGTH.unpack(await _exactly(loop, sock, 4))
+            if size > HELLO_MAX:
+                raise _NoGreeting(f"its first frame is of {size} bytes")
+            hello = protocol.hello_decoder.decode(await _exactly(loop, sock, size, begun=True))
+        except (msgspec.DecodeError, _NoGreeting) as error:
+            self.bad_frames += 1
+            why = f"no client of kvd: {error}"
+            log.warning("connection of pid %d: %s: closed", peer.pid, why)
+            sock.send(encode(Failed(0, "bad_frame", why)))
+            return False
         if hello.version != protocol.VERSION:
             why = f"this daemon speaks protocol version {protocol.VERSION}, the client {hello.version}"
             sock.send(encode(Failed(0, "bad_request", why)))
@@ -396,8 +438,7 @@ class Server:
             self._listener.close()
             if self._made:
                 self.path.unlink(missing_ok=True)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+        self._unlock()
 
 
 def inherited_socket() -> socket.socket | None:
@@ -410,12 +451,21 @@ def inherited_socket() -> socket.socket | None:
     return listener
 
 
-async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
-    """`size` bytes and not one more: what follows belongs to the transport."""
+class _NoGreeting(Exception):
+    """What a connection said first is no greeting of a client."""
+
+
+async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int, *, begun: bool = False) -> bytes:
+    """`size` bytes and not one more: what follows belongs to the transport.
+
+    Raises EOFError where the other side hung up without a word, _NoGreeting where it did so in the middle (or had `begun`).
+    """
     data = b""
     while len(data) < size:
         part = await loop.sock_recv(sock, size - len(data))
         if not part:
+            if data or begun:
+                raise _NoGreeting("it hung up within its first frame")
             raise EOFError("hung up")
         data += part
     return data

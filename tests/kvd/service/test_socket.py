@@ -133,6 +133,24 @@ class TestOwnership:
         assert path in stderr or "too long" in stderr
         assert len(stderr.strip().splitlines()) <= 2
 
+    def test_a_refused_start_leaves_no_lock_file(self, kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
+        """Not of its socket, not in a folder it could not use; and the lock of a daemon that runs stays that one's."""
+        (tmp_path / "kvd.sock").write_text("precious")
+        assert serve("--socket", tmp_path / "kvd.sock")[0] == 2
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "manifest.json").write_text('{"format": "another", "version": 1}')
+        assert serve("--socket", tmp_path / "s", "--long-path", tmp_path / "other", "--long-bytes", "1MiB")[0] == 2
+        assert serve("--socket", tmp_path / "s", "--metrics-port", "99999")[0] == 2
+        assert serve("--socket", tmp_path / "s", "--socket-group", "no-such-group")[0] == 2
+        assert sorted(path.name for path in tmp_path.rglob("*")) == ["kvd.sock", "manifest.json", "other"]
+        daemon = kvd_daemon(max_bytes="4MiB")
+        lock = Path(f"{daemon.socket}.lock")
+        before = lock.stat().st_ino
+        assert serve("--socket", daemon.socket)[0] == 1
+        assert lock.stat().st_ino == before
+        assert daemon.stop() == 0
+        assert not lock.exists()
+
     def test_one_starts_at_a_time(self, kvd_daemon: MakeDaemon) -> None:
         """Many at once on one path: one serves, the others say who does."""
         daemon = kvd_daemon(max_bytes="4MiB", start=False)
@@ -224,6 +242,33 @@ class TestAdmission:
                 thief = Raw(daemon.socket, p.Hello(p.VERSION, write=True, attach=session))
                 os._exit(0 if isinstance(thief.welcome, p.Failed) and not thief.fds else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    @pytest.mark.parametrize(
+        "garbage",
+        [
+            b"GET / HTTP/1.1\r\nHost: kvd\r\n\r\n",
+            b"\x10\x00\x00\x00" + b"\xc1" * 16,
+            b"\x02\x00\x00\x00" + b"\x91\x01",
+            b"\x00\x00\x00\x00",
+            b"xy",
+            b"\x40\x00\x00\x00half",
+        ],
+    )
+    def test_garbage_in_place_of_a_greeting_is_counted_and_answered(self, daemon: Daemon, garbage: bytes) -> None:
+        with daemon.client() as client:
+            before = client.stats()["bad_frames_total"]
+            raw = Raw(daemon.socket, None)
+            raw.send(garbage)
+            raw.link.shutdown(socket.SHUT_WR)
+            answer = raw.answer()
+            assert isinstance(answer, p.Failed)
+            assert answer.code == "bad_frame"
+            assert raw.hung_up()
+            raw.close()
+            assert client.stats()["bad_frames_total"] == before + 1
+            Raw(daemon.socket, None).close()  # a look whether somebody is there says nothing, and is nothing bad
+            assert client.ping() > 0
+            assert client.stats()["bad_frames_total"] == before + 1
 
     def test_one_who_greets_and_says_no_more_costs_one_connection(self, daemon: Daemon) -> None:
         idle = [Raw(daemon.socket) for _ in range(20)]

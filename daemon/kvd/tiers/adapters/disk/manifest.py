@@ -4,6 +4,7 @@
 before anything is touched. `owner.lock` is held for life by the one process that has the store open.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -32,6 +33,16 @@ def own(io: Storage, root: Path) -> int:
             hint="stop that one first, or give this one another folder",
         )
     return held
+
+
+def disown(io: Storage, root: Path, owner: int) -> None:
+    """Give a folder back that was refused: it keeps its lock file only if it is one of ours. Never raises."""
+    with contextlib.suppress(OSError):
+        names = io.listdir(root)
+        found = _parse(_read(io, root / MANIFEST)) if MANIFEST in names else None
+        if not (found and found["format"] == FORMAT_NAME) and not any(region_sequence(name) is not None for name in names):
+            io.unlink(root / LOCK)
+    io.close(owner)
 
 
 def _unusable(root: Path, error: OSError) -> AdapterConfigError:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvtools.segments.files import lock_for_life
+from kvtools.segments.files import lock_for_life, still_named
 
 Buffer = bytes | bytearray | memoryview
 _SPARE_FILES = 256
@@ -57,6 +57,9 @@ class Storage(Protocol):
 
     def size(self, fd: int) -> int:
         """Bytes in the file."""
+
+    def nameless(self, fd: int) -> bool:
+        """Whether somebody has removed the file's name: it takes every byte and keeps none."""
 
     def unlink(self, path: Path) -> None:
         """Remove a name."""
@@ -142,9 +145,9 @@ class RealStorage:
         return os.preadv(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:
-        """See Storage. A file without a name takes every byte and keeps none: somebody removed it under us."""
+        """See Storage."""
         os.fdatasync(fd)
-        if os.fstat(fd).st_nlink == 0:
+        if self.nameless(fd):
             raise FileNotFoundError(errno.ENOENT, "the file was removed")
 
     def fsync_dir(self, path: Path) -> None:
@@ -168,6 +171,10 @@ class RealStorage:
     def size(self, fd: int) -> int:
         """See Storage."""
         return os.fstat(fd).st_size
+
+    def nameless(self, fd: int) -> bool:
+        """See Storage."""
+        return os.fstat(fd).st_nlink == 0
 
     def unlink(self, path: Path) -> None:
         """See Storage."""
@@ -229,17 +236,25 @@ class RealStorage:
 
     def lock(self, path: Path, note: str) -> int | str:
         """See Storage. An open-file-description lock: it ends with the process however that dies, and works over NFS."""
-        fd = os.open(path, self._FLAGS | os.O_CREAT, 0o600)
-        try:
-            if not lock_for_life(fd):
-                return os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, note.encode(), 0)
-            held, fd = fd, -1
-            return held
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        while True:
+            made = not path.exists()
+            fd = os.open(path, self._FLAGS | os.O_CREAT, 0o600)
+            try:
+                if not lock_for_life(fd):
+                    return os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+                if not still_named(fd, path):  # its last owner took it away with it
+                    continue
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, note.encode(), 0)
+                held, fd = fd, -1
+                return held
+            except OSError:
+                if made:
+                    path.unlink(missing_ok=True)
+                raise
+            finally:
+                if fd >= 0:
+                    os.close(fd)
 
 
 def allow_open_files(count: int) -> None:
