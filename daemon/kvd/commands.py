@@ -392,7 +392,7 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     with _client(socket, timeout) as client:
         done = client.connect().call(p.Drain(0, int(seconds * 1000)), p.Done, seconds + 2)
     word = DURABILITY[done.durability]
-    body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left}
+    body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left, "why": done.why}
     if not done.left:
         where = f"everything is in the tiers (durability {word})"
         if word == "none":
@@ -401,9 +401,10 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
         return
     if json:
         emit_json("kvd.drain/1", body)
+    what = "1 value ends" if done.left == 1 else f"{done.left} values end"
     raise KvError(
-        f"{done.left} values are in RAM only: no tier has taken them; no new writes are taken until a restart",
-        hint="kvd status says what is wrong with the tier; a daemon without a tier keeps nothing over a restart",
+        f"{what} with this daemon: {done.why or 'no tier has taken them'} (no new writes are taken until a restart)",
+        hint="kvd status says what is wrong with the tier, kvd keys what is in it; until the daemon ends all of it can be read",
     )
 
 

@@ -65,8 +65,8 @@ def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
     if given_up := tier.get("given_up_total"):
         why = "what says which are deleted was lost (the log names the file)"
         yield Check("TIER_GIVEN_UP", WARN, f"tier {name} gave up {given_up} values at the start: {why}")
-    if tier["store_failures_total"]:
-        yield Check("TIER_REFUSED", WARN, f"tier {name} did not take {tier['store_failures_total']} values")
+    if untaken := tier.get("untaken"):
+        yield Check("TIER_REFUSED", WARN, f"tier {name} did not take {untaken} values that are in RAM: they end with the daemon")
 
 
 def health(found: list[Check]) -> str:

@@ -29,10 +29,10 @@ from kvd.store.arena import SHMEM_PAGES, Arena
 from kvd.store.room import Rooms
 from kvd.store.slab import Slab
 from kvd.store.store import Store
-from kvd.tiers.adapters.base import Adapter, Durability
+from kvd.tiers.adapters.base import Adapter
 from kvd.tiers.policies import Asking
 from kvd.tiers.tier import IN_FLIGHT
-from kvd.tiers.tiering import Tiering
+from kvd.tiers.tiering import Flushed, Tiering
 from kvtools import __version__
 from kvtools.errors import KvError
 from kvtools.segments.files import SHM
@@ -229,7 +229,7 @@ class Daemon:
         self._take_over(new)
         log.info("settings reloaded%s", f"; these wait for a restart: {', '.join(new.waiting)}" if new.waiting else "")
 
-    async def drain(self) -> tuple[Durability, int]:
+    async def drain(self) -> Flushed:
         """Take no new writes and push everything to the tiers; see `Tiering.flush` for the answer."""
         self.store.draining = True
         self._changed()

@@ -25,9 +25,9 @@ from kvd.store.extents import PAGE
 from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
-from kvd.tiers.adapters.base import Durability, Hit
+from kvd.tiers.adapters.base import Hit
 from kvd.tiers.fetch import NOTHING, Known
-from kvd.tiers.tiering import Tiering
+from kvd.tiers.tiering import Flushed, Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
 
@@ -76,7 +76,7 @@ class Operations:
         self.instance = instance
         self.changed = changed
         self.info = info
-        self.drain: Callable[[], Awaitable[tuple[Durability, int]]] | None = None
+        self.drain: Callable[[], Awaitable[Flushed]] | None = None
         self.tokens: dict[bytes, Gathering] = {}
         """Prefixes pinned and not claimed yet, by the 16 random bytes that claim them, from any connection."""
         self.writing = Writing(store, tiering, lease_s=LEASE_S)
@@ -397,8 +397,7 @@ class Operations:
     async def _flush(self, m: p.Flush) -> p.Answer:
         try:
             async with asyncio.timeout(m.timeout_ms / 1000 if m.timeout_ms > 0 else None):
-                durability, left = await self.tiering.flush([m.namespace + key for key in m.keys])
-                return p.Done(m.id, int(durability), left)
+                return _done(m.id, await self.tiering.flush([m.namespace + key for key in m.keys]))
         except TimeoutError:
             return p.Failed(m.id, "timeout", "values are still on their way to a tier")
 
@@ -429,9 +428,10 @@ class Operations:
         assert self.drain is not None
         try:
             async with asyncio.timeout(max(DRAIN_LEAST_S, m.timeout_ms / 1000)):
-                durability, left = await self.drain()
-                return p.Done(m.id, int(durability), left)
+                return _done(m.id, await self.drain())
         except TimeoutError:
+            if (stranded := self.tiering.stranded()) is not None:
+                return _done(m.id, stranded)
             return p.Failed(m.id, "timeout", "values are still on their way to a tier; no new writes are taken until a restart")
 
     def drain_now(self, link: Connection, m: p.Drain) -> RESULT:
@@ -451,3 +451,7 @@ async def _observed(work: Awaitable[p.Answer], begun: float, observe: Callable[[
 def _deadline(timeout_ms: int) -> float:
     """Event-loop time at which a client stops waiting."""
     return asyncio.get_running_loop().time() + timeout_ms / 1000
+
+
+def _done(number: int, flushed: Flushed) -> p.Done:
+    return p.Done(number, int(flushed.durability), flushed.left, flushed.why)

@@ -305,6 +305,7 @@ def _tier_rows(tier: Tier) -> list[Row]:
         "bytes_limit": ("bytes", "Bytes it may hold (0: no limit known).", lambda: tier.adapter.usage().bytes_limit),
         "entries": ("", "Values it holds.", lambda: tier.adapter.usage().entries),
         "queue": ("", "Changes waiting for it.", lambda: len(tier.queue)),
+        "untaken": ("", "Values of the arena that it has refused and that were not stored since.", lambda: len(tier.untaken)),
         "breaker_open": ("", "1 while it is left alone because it failed or hangs.", lambda: int(tier.broken)),
         "parts_down": ("", "Of its directories, where it has several: those that do not work.", lambda: adapter.parts_down),
     }

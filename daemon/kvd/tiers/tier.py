@@ -28,6 +28,8 @@ from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.damage import DamageLog
+from kvd.tiers.breaker import PAUSE_MAX_S, Breaker
 from kvd.tiers.turns import Turns
 
 log = logging.getLogger("kvd.tiers")
@@ -52,10 +54,8 @@ PATIENCE_S = 1.0
 """A look-up that was given this long and was not answered counts against the breaker."""
 COPIES = 1024
 """With more changes than this waiting, a tier takes no copies of what other tiers hold."""
-FAILURES = 3
 CLOSE_S = 2.0
 """An adapter gets at least this long to end its calls, and to close, whatever is left of the deadline."""
-PAUSE_S, PAUSE_MAX_S = 1.0, 30.0
 STUCK_S = 10.0
 DOOMED_MAX = 1 << 18
 """Identities that may wait to be deleted: a tier without an index is told of every delete, held or not, and may be away long."""
@@ -104,43 +104,6 @@ class Erase:
     receipt: Receipt
 
 
-class Breaker:
-    """Whether to leave a tier alone."""
-
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
-        self.failures = 0
-        self.opened_total = 0
-        self.reason = ""
-        self._until = 0.0
-        self._pause = PAUSE_S
-
-    @property
-    def open(self) -> bool:
-        """Calls are not wanted now (once the pause is over, one may probe)."""
-        return self.failures >= FAILURES and self._monotonic() < self._until
-
-    @property
-    def tripped(self) -> bool:
-        """It has not worked since it broke."""
-        return self.failures >= FAILURES
-
-    def wait_s(self) -> float:
-        """Seconds until a probe may be made."""
-        return max(0.0, self._until - self._monotonic())
-
-    def succeeded(self) -> None:
-        self.failures, self._pause, self.reason = 0, PAUSE_S, ""
-
-    def failed(self, reason: str) -> None:
-        self.failures += 1
-        self.reason = reason
-        if self.failures >= FAILURES:
-            self.opened_total += self.failures == FAILURES
-            self._until = self._monotonic() + self._pause
-            self._pause = min(PAUSE_MAX_S, self._pause * 2)
-
-
 class Tier:
     """An adapter, its queue and its threads. Lives on the event loop; only the adapter's methods run elsewhere."""
 
@@ -186,6 +149,7 @@ class Tier:
         self._said_stuck = False
         self.untaken: set[Identity] = set()
         """Values of the arena that it should hold and has refused: what a flush must own up to."""
+        self._damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
         self.copied = 0
         """Values it holds because a later tier had them."""
         self._closing = False
@@ -296,10 +260,17 @@ class Tier:
         """Wait until everything queued so far and since has been worked off."""
         await self._idle.wait()
 
-    async def flush(self) -> Durability:
-        """Wait for what was queued so far, not for what comes after it, and make it as durable as this tier can."""
+    async def flush(self) -> tuple[Durability, str]:
+        """Wait for what was queued so far, not for what comes after it, and make it as durable as this tier can.
+
+        How durable that is, and, where the tier cannot keep what it has taken, why not.
+        """
         await self.erase([]).done
-        return await self._loop.run_in_executor(self._changes, self.adapter.flush)
+        try:
+            return await self._loop.run_in_executor(self._changes, self.adapter.flush), ""
+        except AdapterError as error:
+            self._failed(error.message)
+            return Durability.NONE, error.message
 
     def _push(self, change: Write | Erase, *, first: bool = False) -> None:
         if first:
@@ -556,6 +527,9 @@ class Tier:
         finally:
             self._loads_under_way -= 1
             del self._calls[call]
+        if Loaded.CORRUPT in results and not self.adapter.says_damage:
+            bad = [want.identity for want, result in zip(wants, results, strict=True) if result is Loaded.CORRUPT]
+            self._damage.note(f"tier {self.name}", f"{len(bad)} of {len(wants)} loaded, the first of key {bad[0][32:].hex()}")
         if Loaded.ERROR in results:
             self._failed("io_error")
         elif self.breaker.failures:

@@ -20,6 +20,7 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,14 @@ log = logging.getLogger("kvd.tiers")
 ERASE_ITEMS = 4096
 ASK_S = 2.0
 """How long a tier without an index in memory may take to answer a look-up, whatever the client's deadline."""
+
+
+class Flushed(NamedTuple):
+    """What a flush came to: the weakest durability reached, how many values may end with the daemon, and why, where a tier said."""
+
+    durability: Durability = Durability.NONE
+    left: int = 0
+    why: str = ""
 
 
 class Tiering:
@@ -212,22 +221,34 @@ class Tiering:
             return False
         return True
 
-    async def flush(self, identities: Sequence[Identity] = ()) -> tuple[Durability, int]:
-        """Wait until everything stored so far has been offered to the tiers.
+    async def flush(self, identities: Sequence[Identity] = ()) -> Flushed:
+        """Wait until everything stored so far has been offered to the tiers; what that came to.
 
-        The weakest durability reached, of all values of the arena or of these identities, and how many of them are in no
-        state to outlive the arena: some tier has refused them.
+        Of all values of the arena or of these identities, `left` are in no state to outlive the daemon: some tier has refused
+        them, or cannot keep what it had taken.
         """
         if not self.tiers:
-            return Durability.NONE, 0
-        weakest = min(await asyncio.gather(*(tier.flush() for tier in self.tiers)))
+            return Flushed()
+        reached = await asyncio.gather(*(tier.flush() for tier in self.tiers))
+        weakest = min(durability for durability, _ in reached)
         refused = set().union(*(tier.untaken for tier in self.tiers))
+        failed = [tier for tier, (_, why) in zip(self.tiers, reached, strict=True) if why]
         if identities:
             held = self.has(identities)
             left = sum(identity in refused or not there for identity, there in zip(identities, held, strict=True))
+            left = len(identities) if failed else left
         else:
-            left = len(refused)
-        return (Durability.NONE if left else weakest), left
+            left = len(refused) + sum(max(1, tier.adapter.usage().entries) for tier in failed)
+        return Flushed(Durability.NONE if left else weakest, left, "; ".join(why for _, why in reached if why))
+
+    def stranded(self) -> Flushed | None:
+        """What waits in vain for tiers that do not work; None where all of them do."""
+        broken = [tier for tier in self.tiers if tier.broken]
+        left = sum(max(1, len(tier.queue)) for tier in broken)
+        why = "; ".join(
+            f"tier {tier.name} does not work ({tier.breaker.reason or 'a call into it does not return'})" for tier in broken
+        )
+        return Flushed(Durability.NONE, left, why) if broken else None
 
     async def delete(self, identities: list[Identity], timeout_s: float = 5.0) -> int:
         """Forget these in every tier; returns how many identities some tier held.

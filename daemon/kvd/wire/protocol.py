@@ -327,10 +327,11 @@ class Count(Answer, tag=56):
 
 
 class Done(Answer, tag=57):
-    """`left`: of a flush or drain, values that some tier has refused."""
+    """`left`: of a flush or drain, values that may end with the daemon: refused, or not kept, by some tier, which says `why`."""
 
     durability: int = 0
     left: int = 0
+    why: str = ""
 
 
 class Info(Answer, tag=58):

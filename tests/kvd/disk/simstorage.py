@@ -175,6 +175,11 @@ class SimStorage:
     def size(self, fd: int) -> int:
         return len(self.open_files[fd][0].data)
 
+    def nameless(self, fd: int) -> bool:
+        file, path, _ = self.open_files[fd]
+        self._step("nameless", path)
+        return file not in self.names.values()
+
     def unlink(self, path: Path) -> None:
         self._step("unlink", path)
         self._name("unlink", path, None)

@@ -1,5 +1,6 @@
 """A disk tier where there can be none, or no more: said in one line at start, or served on without it."""
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -84,6 +85,20 @@ class TestAtStart:
         run = serve(folder, "--long-path", place)
         plain(run, run.rc, str(place), "ead-only file system")
         assert run.rc in (1, 2)
+
+    def test_a_full_file_system_is_told_as_one(self, folder: Path, mounted: Callable[[str], Path]) -> None:
+        """Not a word of permissions: what to do is to make room."""
+        place = mounted("size=64k")
+        with contextlib.suppress(OSError), (place / "hog").open("wb") as hog:
+            while True:
+                hog.write(b"h" * 4096)
+                hog.flush()
+        run = serve(folder, "--long-path", place / "tier")
+        assert run.rc in (1, 2)
+        error, hint = run.stderr.splitlines()[-2:]
+        assert error.startswith(f"kvd: error: cannot use {place}/tier for the disk tier: No space left")
+        assert hint.startswith("hint: the file system there is full")
+        assert not list(place.glob("tier/*.lock"))
 
     def test_a_directory_that_another_daemon_has(self, kvd_daemon: MakeDaemon, folder: Path) -> None:
         daemon = kvd_daemon(max_bytes="4MiB", tier="64MiB")
@@ -207,9 +222,18 @@ class TestWhileItServes:
         daemon = kvd_daemon("--long-path", place, "--long-bytes", "64MiB", max_bytes="8MiB")
         self.fill(daemon, 30)
         assert self.right_or_missed(daemon, 30) >= 6
-        status = daemon.run("status", "--json").json()
-        assert status["health"] == "HEALTH_WARN"
-        assert any("did not take" in reason for reason in status["reasons"])
+
+        def warned() -> list[str]:
+            return [check["code"] for check in daemon.run("status", "--json").json()["checks"]]
+
+        wait_until(lambda: "TIER_REFUSED" in warned(), what="the warning about values in RAM only")
+        # There is room now: what was refused is put again, the rest forgotten, and nothing is left to warn of.
+        subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
+        with daemon.client() as client:
+            client.clear()
+            client.put(key(1), b"z" * 100_000, wait="tier")
+            assert client.stats()["tiers"][0]["entries"] == 1
+        wait_until(lambda: warned() == [], what="the warning to go")
         assert "has room for 1 MiB only" in daemon.text(), "said at the start"
         assert daemon.text().count("is full") <= 1, "and not for every value"
 

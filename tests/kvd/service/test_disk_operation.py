@@ -110,6 +110,55 @@ def test_damage_is_found_and_repaired_while_the_daemon_is_stopped(kvd_daemon: Ma
         assert client.stats()["corruptions_total"] == 0
 
 
+def test_damage_that_is_read_is_said_once_a_file_with_its_place(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="8MiB", tier="64MiB")
+    with daemon.client(timeout_s=20) as client:
+        assert all(client.put_many([(key(i), content(i)) for i in range(40)], wait="tier"))
+    daemon.stop()
+    (region,) = daemon.tier.glob("*.kvcache")
+    data = region.read_bytes()
+    with region.open("r+b") as file:
+        for number in (7, 11, 23):
+            file.seek(data.find(content(number)) + 1000)
+            file.write(b"\xff")
+    daemon.start()
+    with daemon.client(timeout_s=20) as client:
+        got = client.get_many([key(i) for i in range(40)])
+        assert [i for i in range(40) if got[i] is None] == [7, 11, 23]
+        assert client.stats()["tiers"][0]["corruptions_total"] == 3
+    lines = [line for line in daemon.text().splitlines() if "a damaged value" in line]
+    assert len(lines) == 1
+    assert str(region) in lines[0]
+    assert f"at offset {data.find(content(7)) - 4096}" in lines[0]
+    assert "kvd verify --repair" in lines[0]
+
+
+def test_a_lost_deletes_log_is_said_counted_and_shown(kvd_daemon: MakeDaemon) -> None:
+    """As an operator meets it: the log file is gone, so no value is served, and log, stats, status and verify say why."""
+    daemon = kvd_daemon(max_bytes="8MiB", tier="64MiB")
+    with daemon.client(timeout_s=20) as client:
+        assert all(client.put_many([(key(i), content(i)) for i in range(40)], wait="tier"))
+        assert client.delete([key(i) for i in range(5)]) == 5
+    daemon.stop()
+    (daemon.tier / "deletes.kvlog").unlink()
+    found = run_cli("kvd", "verify", daemon.tier)
+    assert found.rc == 1
+    assert "is missing" in found.stdout
+    daemon.start()
+    with daemon.client(timeout_s=20) as client:
+        assert client.get_many([key(i) for i in range(40)]) == [None] * 40
+        tier = client.stats()["tiers"][0]
+        assert (tier["given_up_total"], tier["corruptions_total"], tier["entries"]) == (40, 1, 0)
+        assert client.put(key(1), b"again", wait="tier")
+    status = daemon.run("status", "--json").json()
+    assert "TIER_GIVEN_UP" in [check["code"] for check in status["checks"]]
+    assert len([line for line in daemon.text().splitlines() if "deletes.kvlog is missing" in line]) == 1
+    daemon.restart()
+    with daemon.client(timeout_s=20) as client:
+        assert client.get(key(1)) == b"again"
+    assert daemon.run("status", "--json").json()["health"] == "HEALTH_OK"
+
+
 def test_a_look_up_reads_ahead_what_follows_in_the_prefix(kvd_daemon: MakeDaemon) -> None:
     """All of a pinned prefix comes up from the moment it was looked up, before anybody asks for its values."""
     daemon = kvd_daemon(max_bytes="16MiB", tier="64MiB")

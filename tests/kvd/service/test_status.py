@@ -52,7 +52,8 @@ def test_all_is_well(daemon: Daemon, body: dict[str, Any]) -> None:
         ("TIER_DOWN", status.ERR, {"tier": {"breaker_open": 1}}),
         ("TIER_DEGRADED", status.WARN, {"tier": {"parts_down": 1}}),
         ("TIER_CORRUPT", status.WARN, {"tier": {"corruptions_total": 2}}),
-        ("TIER_REFUSED", status.WARN, {"tier": {"store_failures_total": 2}}),
+        ("TIER_REFUSED", status.WARN, {"tier": {"untaken": 2}}),
+        ("TIER_GIVEN_UP", status.WARN, {"tier": {"given_up_total": 2}}),
     ],
 )
 def test_each_thing_that_can_be_wrong(body: dict[str, Any], code: str, severity: str, change: dict[str, Any]) -> None:

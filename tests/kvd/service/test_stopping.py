@@ -1,6 +1,7 @@
 """How a daemon ends: SIGTERM drains and keeps its deadline, a second one ends it now, draining refuses writes and nothing else."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,26 @@ class TestDraining:
         with daemon.client() as client:
             assert client.get(K) == V, "what was drained outlives even kill -9"
             assert client.put(b"n" * 32, V), "a restart takes writes again"
+
+    @pytest.mark.parametrize("later", [False, True], ids=["all stored before", "and more put after"])
+    def test_a_tier_whose_folder_was_removed_fails_the_drain(self, kvd_daemon: MakeDaemon, later: bool) -> None:
+        daemon = kvd_daemon(max_bytes="16MiB", tier="64MiB")
+        with daemon.client(timeout_s=20) as client:
+            assert all(client.put_many([(key(i), V) for i in range(20)], wait="tier"))
+            client.flush()
+            shutil.rmtree(daemon.tier)
+            if later:
+                client.put_many([(key(i), V) for i in range(20, 40)])
+            run = daemon.run("drain", "--timeout", "8s")
+            assert run.rc == 1, run.stderr
+            assert "end with this daemon" in run.stderr
+            assert str(daemon.tier) in run.stderr
+            body = daemon.run("drain", "--json", "--timeout", "8s").json()
+            assert body["drained"] is False
+            assert body["left"] >= 20
+            assert body["durability"] == "none"
+            assert client.get_many([key(i) for i in range(20)]) == [V] * 20, "until the daemon ends"
+        daemon.kill9()
 
     def test_a_drain_that_cannot_finish_says_so_at_its_deadline(self) -> None:
         tier = RamTier()

@@ -9,7 +9,7 @@ import pytest
 from kvd.errors import DeadlinePassed, NoRoom
 from kvd.store.identity import namespace_of
 from kvd.tiers.adapters.base import AdapterError, AdapterFull, Durability, Item, Loaded, Stored, Want
-from kvd.tiers.tier import FAILURES, Breaker
+from kvd.tiers.breaker import FAILURES, Breaker
 from kvd.wire import protocol as p
 from kvd.wire.client import Client
 from tests.kvd.tiers.ram_tier import InProcess, RamTier, running

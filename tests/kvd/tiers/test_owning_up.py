@@ -41,7 +41,7 @@ def test_drain_fails_and_counts_what_no_tier_took() -> None:
         env = {"KVD_SOCKET": str(daemon.socket)}
         ran = run_cli("kvd", "drain", env=env)
         assert ran.rc == 1
-        assert "3 values are in RAM only" in ran.stderr
+        assert "3 values end with this daemon: no tier has taken them" in ran.stderr
         told = run_cli("kvd", "drain", "--json", env=env)
         assert told.rc == 1
         assert told.json()["left"] == 3

@@ -22,5 +22,6 @@ envelope      identity, checksum and properties around a value, for stores that 
 objects       what tiers of objects in a bucket have in common
 nixl          how NIXL moves bytes between memory and files
 ledger        what a store holds and how much of it, for those that do not count themselves
+damage        what is said in the log of damaged values, and how often
 slots         fixed places of one size, and what is in them
 """

@@ -204,6 +204,8 @@ class Adapter(ABC):
 
     type: str = ""
     capabilities = Capabilities()
+    says_damage = False
+    """It logs damaged values itself, with their places; else whoever asks it logs that there are some."""
     prefetch_max_bytes: int = 256 << 20
     """Bytes that are loaded from it at once, at most."""
 

@@ -74,6 +74,7 @@ class Stripe(Adapter):
         self._members = [Member(adapter, number) for number, adapter in enumerate(members)]
         super().__init__(name)
         self.type = members[0].type
+        self.says_damage = members[0].says_damage
         self.capabilities = members[0].capabilities
         self._monotonic = monotonic
         self._lock = threading.Lock()
@@ -352,10 +353,15 @@ class Stripe(Adapter):
         return total
 
     def flush(self) -> Durability:
-        weakest = Durability.FSYNC
+        weakest, failure = Durability.FSYNC, None
         for member in self._members:
             if self._usable(member):
-                weakest = min(weakest, member.adapter.flush())
+                try:
+                    weakest = min(weakest, member.adapter.flush())
+                except AdapterError as error:  # the others are flushed all the same
+                    failure = error
+        if failure is not None:
+            raise failure
         return weakest
 
     @property

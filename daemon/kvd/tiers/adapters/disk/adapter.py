@@ -73,6 +73,7 @@ class DiskAdapter(Adapter):
     """A folder of region files; see the module."""
 
     type = "disk"
+    says_damage = True
     capabilities = Capabilities(evict=True, enumerate=True, durable=True, direct_extents=True, exact_usage=True, local_index=True)
 
     def __init__(
@@ -136,7 +137,7 @@ class DiskAdapter(Adapter):
             version = manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
             self._direct = self._choose_io()
         except BaseException:
-            self._io.close(self._lock_fd)
+            manifest.disown(self._io, self.path, self._lock_fd)
             self._lock_fd = -1
             raise
         try:
@@ -502,13 +503,15 @@ class DiskAdapter(Adapter):
             return Usage(self._catalog.live_bytes, self.geometry.max_bytes, len(self._catalog.index))
 
     def flush(self) -> Durability:
-        """See Adapter: FSYNC, or NONE where the device refused."""
+        """See Adapter."""
         try:
             self._evictor.sync_free()
-        except OSError:
+            self._syncer.sync_everything()
+        except OSError as error:
             self.counters.io_errors += 1
-            return Durability.NONE
-        return Durability.FSYNC if self._syncer.sync_all() else Durability.NONE
+            why = f"{self.name}: {self.path} does not keep what is in it: {error.strerror or error}"
+            raise AdapterError(why, hint=hint_for(error)) from error
+        return Durability.FSYNC
 
     def describe(self) -> dict[str, object]:
         """See Adapter."""

@@ -34,6 +34,7 @@ from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.scan import read_records
 from kvd.tiers.adapters.disk.storage import Storage
 from kvd.tiers.adapters.disk.writer import Writer
+from kvtools.errors import hint_for
 
 _MOVE_BYTES_MAX = 32 << 20
 _IDLE_WAIT_S = 10.0
@@ -188,6 +189,9 @@ class Evictor:
             budget -= size
             try:
                 found = self.reader.read_value(region, entry, record.identity)
+                if found is None:
+                    self._catalog.counters.corruptions += 1
+                    self.reader.damaged(region, entry)
             except OSError:
                 found = None
                 self._catalog.counters.io_errors += 1
@@ -243,7 +247,7 @@ class Evictor:
         except OSError as error:
             catalog.counters.io_errors += 1
             self._lost(identities)
-            raise AdapterError(f"{self._root}: cannot write the deletes log: {error.strerror}") from error
+            raise AdapterError(f"{self._root}: cannot write the deletes log: {error.strerror}", hint=hint_for(error)) from error
         if not self._files.release(region):
             self._lost(identities)
             if deleting:

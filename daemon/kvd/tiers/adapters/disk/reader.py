@@ -21,6 +21,7 @@ import xxhash
 
 from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import Loaded, Want
+from kvd.tiers.adapters.damage import DamageLog
 from kvd.tiers.adapters.disk.buffers import BufferPool, address, copy
 from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.files import RegionFiles
@@ -89,6 +90,7 @@ class Reader:
         self._direct = direct
         self._pool = pool
         self._threads = threads
+        self._damage = DamageLog("Once this daemon is stopped, kvd verify --repair FOLDER finds all of them")
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         """Fill each buffer. Never raises for bad bytes or I/O errors: those are CORRUPT and ERROR."""
@@ -171,6 +173,12 @@ class Reader:
             counters.misses += len(wants) - len(reads)
         for read in reads:
             self._files.unpin(read.region)
+            if results[read.number] is Loaded.CORRUPT:
+                self.damaged(read.region, read.entry)
+
+    def damaged(self, region: Region, entry: Entry) -> None:
+        """Say that what was read at `entry` is not what was written there."""
+        self._damage.note(str(region.path), f"{entry.length} bytes at offset {entry.offset}")
 
     # -- planning ----------------------------------------------------------------------------------------------------------
 

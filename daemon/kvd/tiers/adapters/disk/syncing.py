@@ -65,6 +65,9 @@ class Syncer:
 
     def sync_all(self) -> bool:
         """Sync whatever is not stable yet; False where something could not be."""
+        return self._sync_dirty() is None
+
+    def _sync_dirty(self) -> OSError | None:
         with self._catalog.changed:
             dirty = [
                 region
@@ -75,10 +78,28 @@ class Syncer:
         try:
             self._deletes.sync()
             self._files.sync_names()
-        except OSError:
+        except OSError as error:
             self._catalog.counters.io_errors += 1
-            return False
-        return not failed
+            return error
+        return next(iter(failed.values()), None)
+
+    def sync_everything(self) -> None:
+        """Sync whatever is not stable yet, and see that all of it will be found again. Raises OSError.
+
+        What was synced and then removed from the folder under us is served as long as we hold it open, and no longer.
+        """
+        if (error := self._sync_dirty()) is not None:
+            raise error
+        with self._catalog.changed:
+            regions = [region for region in self._catalog.regions.values() if region.state is not State.GONE]
+            for region in regions:
+                region.pins += 1
+        removed = 0
+        for region in regions:
+            removed += not region.unlinked and self._io.nameless(region.fd)
+            self._files.unpin(region)
+        if removed:
+            raise FileNotFoundError(errno.ENOENT, f"{removed} of its {len(regions)} region files were removed")
 
     def sync_all_within(self, deadline_s: float) -> None:
         """`sync_all`, waited for until the deadline; a device that takes longer is left to it."""
