@@ -133,6 +133,8 @@ def _pool_facts(reading: PoolReading, pool: dict[str, Any] | None) -> list[tuple
     )
     if pool["pages_draining"]:
         facts.append(("draining", f"{pool['pages_draining']} pages, {_both(pool['over_limit_bytes'])} above the limit"))
+    if failures := pool["map_failures_total"]:
+        facts.append(("no room", f"pages failed to be mapped, so far {failures}: its engine's log (kvtools: no page more) has why"))
     if pool["asleep"]:
         facts.append(("asleep", "the engine sleeps: no page is mapped"))
     return facts

@@ -224,6 +224,16 @@ def test_fragmentation_is_shown(start: Start, shm_name: Name, cli: Cli) -> None:
 
 
 @pytest.mark.real("segments")
+def test_a_device_without_room_is_shown(start: Start, shm_name: Name, cli: Cli) -> None:
+    name = shm_name()
+    engine = start(name, env={"KVTOOLS_MIN_FREE": "1000T", "KVTOOLS_PREALLOC": "0"})
+    assert not engine.ask("alloc", name, 8)
+    wait_until(lambda: figures(name).get("map_failures_total") == 1, what="the figures")
+    assert "pages failed to be mapped, so far 1: its engine's log" in cli("kvctl", "show", name).stdout
+    assert engine.physical() == 0
+
+
+@pytest.mark.real("segments")
 def test_settings_decide_the_limit_to_start_with_and_what_is_mapped_ahead(start: Start, shm_name: Name) -> None:
     name = shm_name()
     start(name, env={"KVTOOLS_LIMIT": "20M", "KVTOOLS_MIN_RESERVED_PAGES": "3", "KVTOOLS_MAX_RESERVED_PAGES": "6"})

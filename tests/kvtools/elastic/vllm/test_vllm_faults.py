@@ -97,7 +97,6 @@ def test_an_engine_in_one_process_leaves_what_is_provably_stale(name: str, cli: 
         ("server", signal.SIGKILL, False),
         ("core", signal.SIGTERM, True),
         ("core", signal.SIGKILL, False),
-        ("core", signal.SIGSEGV, False),
         ("worker", signal.SIGKILL, True),
     ],
 )
