@@ -11,6 +11,7 @@ own thread during a step, else by the follower, under one lock, never by both.
 """
 
 import atexit
+import contextlib
 import functools
 import logging
 import threading
@@ -55,7 +56,10 @@ class WorkerBacking:
         try:
             self.ask("map", pages)
         except (OutOfMemory, DriverError):
-            self.ask("unmap", pages)  # where it had worked
+            with contextlib.suppress(
+                DriverError
+            ):  # a rank that cannot give them back has them already when they are asked for anew
+                self.ask("unmap", pages)  # where it had worked
             raise
 
     def unmap(self, pages: Sequence[int]) -> None:

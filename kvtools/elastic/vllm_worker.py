@@ -55,7 +55,8 @@ class WorkerMemory:
     def map(self, pages: Sequence[int]) -> None:
         if self.asleep:
             raise OutOfMemory("the engine sleeps: nothing is mapped until it wakes")
-        self.pages.map(pages)
+        # Those that are here already this rank could not give back when another one had no room: see WorkerBacking.map.
+        self.pages.map([page for page in pages if page not in self.pages.resident])
 
     def unmap(self, pages: Sequence[int]) -> None:
         if self.asleep:
