@@ -25,6 +25,7 @@ import typer  # noqa: E402
 from typer._click.core import Command, Context  # noqa: E402
 from typer._click.exceptions import ClickException, MissingParameter, NoSuchOption, UsageError  # noqa: E402
 from typer._click.shell_completion import CompletionItem  # noqa: E402
+from typer._click.types import FloatParamType, FloatRange  # noqa: E402
 from typer.core import TyperGroup  # noqa: E402
 from typer.main import get_command  # noqa: E402
 
@@ -93,10 +94,37 @@ def new_app(help: str, *, callback: bool = True, **options: Any) -> typer.Typer:
     return app
 
 
+class Finite(FloatRange):
+    """A number option's type: what lies in its range. `nan` compares false with both ends of one, so it needs asking for.
+
+    An option without an upper end of its own ends at LARGEST: above it clocks and timeouts of the system overflow.
+    """
+
+    name = "number"
+    LARGEST = 1e12
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        if not abs(number) <= self.LARGEST:
+            self.fail(f"{value!r} is no number that can be meant", param, ctx)
+        return number
+
+
+def _finite(command: Command) -> Command:
+    """`command` and all below it, with every float option refusing what is no number."""
+    for param in command.params:
+        if isinstance(param.type, FloatParamType) and not isinstance(param.type, Finite):
+            bounds = param.type if isinstance(param.type, FloatRange) else FloatRange()
+            param.type = Finite(bounds.min, bounds.max, bounds.min_open, bounds.max_open, bounds.clamp)
+    for below in getattr(command, "commands", {}).values():
+        _finite(below)
+    return command
+
+
 def load(target: str) -> Command:
     """The command behind "module:attribute", with the house style of `new_app`."""
     module, _, attribute = target.partition(":")
-    return get_command(getattr(importlib.import_module(module), attribute))
+    return _finite(get_command(getattr(importlib.import_module(module), attribute)))
 
 
 class LazyGroup(TyperGroup):

@@ -16,6 +16,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 MAX_BYTES = 1 << 50
 """No size in this toolkit reaches 1 PiB: what does is a slip, and the pool segment format refuses it too."""
+MAX_SECONDS = 20 * 86400
+"""No wait in this toolkit reaches 20 days, and the kernel's own (poll, in milliseconds of 31 bits) end at 24: more would raise."""
 
 
 def parse_size(text: str) -> int:
@@ -66,7 +68,10 @@ def parse_duration(text: str) -> float:
     if not found:
         raise UsageError(f"not a duration: {text!r}", hint="write a number and one of ms, s, m, h, d, such as 500ms or 30s")
     number, unit = found.groups()
-    return float(number) * _SECONDS[unit or "s"]
+    seconds = float(number) * _SECONDS[unit or "s"]
+    if seconds > MAX_SECONDS:
+        raise UsageError(f"duration too long: {text!r}", hint="durations end at 20d")
+    return seconds
 
 
 def format_duration(seconds: float) -> str:

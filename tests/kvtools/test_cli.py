@@ -86,3 +86,29 @@ def test_stdout_is_kept_when_a_command_in_a_shell_is_interrupted(failing: Any, c
     failing(KeyboardInterrupt())
     print("still here")
     assert capsys.readouterr().out == "still here\n"
+
+
+def float_options(command: Any, words: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Every float option below a command: (the words that lead to its command, the option)."""
+    found = [(words, param) for param in command.params if isinstance(param.type, cli.FloatParamType)]
+    for name, below in getattr(command, "commands", {}).items():
+        found += float_options(below, (*words, name))
+    return found
+
+
+@pytest.mark.parametrize("group", ["ctl", "top", "doctor", "d", "gate", "demo"])
+@pytest.mark.parametrize("word", ["nan", "-nan", "inf", "-inf", "1e300", "-1", "1e999", "x"])
+def test_no_command_takes_what_is_no_number(capsys: pytest.CaptureFixture[str], group: str, word: str) -> None:
+    script, target, _ = cli.COMMANDS[group]
+    for words, option in float_options(cli.load(target)):
+        if option.type.min is None and word == "-1":
+            continue  # the command's own text says why
+        assert cli.run_words(script or group, target, [*words, f"{option.opts[0]}={word}"]) == Exit.USAGE
+        error = capsys.readouterr().err
+        assert error.startswith(f"{script or group}: error: invalid value for '{option.opts[0]}': "), error
+        assert "Traceback" not in error
+
+
+def test_there_are_number_options_to_refuse_for() -> None:
+    found = [option.opts[0] for _, target, _ in cli.COMMANDS.values() for _, option in float_options(cli.load(target))]
+    assert {"--deadline", "--seconds", "--prefill-rate", "--l1-size-gb"} <= set(found)

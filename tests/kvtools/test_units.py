@@ -105,6 +105,13 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
+@pytest.mark.parametrize("text", ["21d", "9999999h", "9" * 40, "0.1" + "9" * 30 + "e9", "2000000"])
+def test_a_wait_that_no_clock_takes_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_duration(text)
+    assert parse_duration("20d") < 2**31 / 1000, "poll counts milliseconds in 31 bits"
+
+
 @given(st.text(max_size=8))
 def test_nothing_else_is_a_duration(text: str) -> None:
     if re.fullmatch(r"\s*[0-9]+(\.[0-9]+)? ?(ms|s|m|h|d)?\s*", text, re.ASCII):
