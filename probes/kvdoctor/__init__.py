@@ -7,7 +7,7 @@ collect/   files, commands and system calls -> facts              parse/   text 
 rules/     facts -> results, pure                                 results  a rule's answer, a whole report
 verdict    results -> verdicts, causes, next step                 report   results -> text
 explain    what a check means (explain.toml)                      fix      results -> a script, printed only
-capture    a host -> a directory (redact replaces what is private)
+capture    a host -> a directory (private says what of each file leaves, redact replaces names)
 diff       two captures -> what differs                           prove    real I/O, asked for
 api        all of it without the command line                     app      the command
 """

@@ -85,40 +85,26 @@ def _bounded(source: "Source", deadline_s: float, look: Callable[[], Facts]) -> 
 
 def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: Any = None) -> Facts:
     """Facts of a captured host: a directory with root/, cmd/ and case.json. Raises NotFound or UsageError for anything else."""
+    from kvdoctor.collect.holdings import open_capture
     from kvdoctor.collect.host import collect
     from kvdoctor.collect.source import Source
-    from kvtools.errors import NotFound, UsageError
+    from kvdoctor.parse import shape
 
-    home = Path(folder)
-    if not home.is_dir():
-        raise NotFound(f"no such capture: {home}", hint="kvdoctor capture DIR writes one")
-    if not (home / "root").is_dir() and not (home / "cmd").is_dir():
-        raise UsageError(f"not a capture: {home} holds neither root/ nor cmd/", hint="kvdoctor capture DIR writes one")
-    case = read_case(home)
+    home, case, holdings = open_capture(folder)
     told = case.get("denied")
     denied = {str(path): str(why) for path, why in told.items()} if isinstance(told, dict) else {}
-    source = Source(home / "root", commands=home / "cmd", complete=case.get("complete") is True, denied=denied, recorder=recorder)
-    return _bounded(source, CAPTURE_DEADLINE_S, lambda: collect(source, paths=paths, case=case))
-
-
-def read_case(home: Path) -> dict[str, Any]:
-    """A capture's case.json ({} where it has none). Raises UsageError where it is not a JSON object."""
-    import json
-
-    from kvdoctor.collect.source import MAX_READ, open_regular
-    from kvtools.errors import UsageError
-
-    try:
-        with open_regular(home / "case.json") as file:
-            case = json.loads(file.read(MAX_READ))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"{home / 'case.json'}: {why}", hint="it must be a JSON object {case, context, kv_path, env}") from None
-    if not isinstance(case, dict):
-        raise UsageError(f"{home / 'case.json'} is not a JSON object", hint="it must hold case, context, kv_path and env")
-    return case
+    source = Source(
+        home / "root",
+        commands=home / "cmd",
+        complete=case.get("complete") is True,
+        denied=denied,
+        lost=holdings.lost,
+        recorder=recorder,
+    )
+    facts = _bounded(source, CAPTURE_DEADLINE_S, lambda: collect(source, paths=paths, case=case))
+    facts.redacted = shape.mapping(case.get("captured")).get("redacted") is True
+    facts.lost = sorted(holdings.lost) if holdings.listed is not None else [] if facts.partial else ["index.json"]
+    return facts
 
 
 def first_fault(report: Report, need: str) -> Result | None:

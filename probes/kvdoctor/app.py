@@ -1,6 +1,10 @@
 """kvdoctor's command line: look at a host (live, below a root, or captured), judge it, print, exit with the verdict."""
 
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -52,10 +56,12 @@ def doctor(
         return
     check_options(root, from_, prove=prove, fix=fix, json=json)
     check_names([*(only or []), *(skip or [])])
+    check_selection(only or [], skip or [])
     show_progress = not quiet and not json
-    facts = look(path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=show_progress)
-    if prove:
-        _prove(facts, show_progress=show_progress)
+    with ends_on_sigterm():
+        facts = look(path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=show_progress)
+        if prove:
+            _prove(facts, show_progress=show_progress)
     report = api.judge(facts, only=only or [], skip=skip or [])
     if json:
         emit_json("kvdoctor.report/1", report.to_json())
@@ -69,6 +75,23 @@ def doctor(
 
         show(report, verbose=verbose)
     raise typer.Exit(exit_code(report, strict=strict))
+
+
+@contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """Within it SIGTERM ends this process as an exit does, so that children are stopped and what they made is removed."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: bool, json: bool) -> None:
@@ -141,10 +164,22 @@ def check_names(words: list[str]) -> None:
             )
 
 
+def check_selection(only: list[str], skip: list[str]) -> None:
+    """Refuse a selection that leaves nothing to check. Raises UsageError."""
+    if not only and not skip:
+        return
+    from kvdoctor.rules.base import registry
+    from kvdoctor.verdict import selected
+
+    if not any(selected(check, only, skip) for check in registry()):
+        words = [*(f"--only {word}" for word in only), *(f"--skip {word}" for word in skip)]
+        raise UsageError(f"{' '.join(words)} leaves no check", hint="kvdoctor explain lists them all")
+
+
 @app.command()
 def explain(
     check: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="A check, such as storage.journal; none lists them all.")
+        str | None, typer.Argument(metavar="[ID]", help="A check (storage.journal) or a group (storage); none lists them all.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -161,6 +196,13 @@ def explain(
             emit(line)
         return
     found = text.find(check)
+    if isinstance(found, list):
+        if json:
+            emit_json("kvdoctor.checks/1", {"checks": [text.document(item) for item in found]})
+            return
+        for line in text.group(check, found):
+            emit(line)
+        return
     if json:
         emit_json("kvdoctor.check/1", text.document(found))
         return
@@ -182,15 +224,18 @@ def capture(
 ) -> None:
     """Write this host as a directory that --from judges anywhere with the same result."""
     from kvdoctor.capture import Recording, write_capture
+    from kvdoctor.rules.base import quote
 
     check_options(root, from_, prove=False, fix=False, json=False)
     recording = Recording()
-    facts = look(
-        path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=True, recorder=recording
-    )
-    write_capture(recording, facts, folder, redact=redact)
-    emit(str(folder))
-    note(f"judge it anywhere: kvdoctor --from {folder}" + ("" if redact else "    (not redacted: it holds names and addresses)"))
+    with ends_on_sigterm():
+        facts = look(
+            path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=True, recorder=recording
+        )
+        write_capture(recording, facts, folder, redact=redact, deadline_s=deadline)
+    emit(printable(str(folder)))
+    told = "" if redact else "    (not redacted: it holds names and addresses)"
+    note(printable(f"judge it anywhere: kvdoctor --from {quote(str(folder))}{told}"))
 
 
 @app.command()
@@ -203,11 +248,14 @@ def diff(
     """Compare two captures: what differs in verdicts, checks and facts. Exits 1 when something does."""
     from dataclasses import asdict
 
-    from kvdoctor.diff import compare_facts, compare_reports
+    from kvdoctor.diff import compare_facts, compare_reports, plain, two_captures
+    from kvdoctor.report import width, wrapped
 
-    left, right = api.collect_capture(before), api.collect_capture(after)
+    left, right, blank = two_captures(before, after)
     one, other = api.judge(left), api.judge(right)
-    checks, changed = compare_reports(one, other), compare_facts(left, right)
+    checks, changed = compare_reports(one, other, blank), compare_facts(left, right, blank)
+    if blank is not plain and not json:
+        note("redacted: names, addresses and serials are not compared")
     if json:
         overall = {"before": [one.verdict, one.posix], "after": [other.verdict, other.posix]}
         body: dict[str, object] = {
@@ -221,10 +269,12 @@ def diff(
             emit(f"{word}: {a}" if a == b else f"{word}: {a} -> {b}")
         for item in checks:
             emit(f"{item.before:>7} -> {item.after:<7} {paint(item.id, 'bold')} {printable(item.scope)}")
-            emit(f"{'':19}{printable(item.before_observed) or '-'}")
-            emit(f"{'':19}{printable(item.after_observed) or '-'}")
+            for told in (item.before_observed, item.after_observed):
+                for line in wrapped(told or "-", " " * (19 if width() >= 72 else 4)):
+                    emit(line)
         for fact in changed if facts else []:
-            emit(printable(f"{fact.path}: {fact.before} -> {fact.after}"))
+            for line in wrapped(f"{fact.path}: {fact.before} -> {fact.after}", "", hang="    "):
+                emit(line)
         if changed and not facts:
             note(f"{len(changed)} facts differ: --facts shows them")
     raise typer.Exit(Exit.FAILED if checks or one.verdict != other.verdict or one.posix != other.posix else Exit.OK)

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvdoctor.report import width, wrapped
 from kvdoctor.rules.base import GROUPS, Check, registry
 from kvtools.errors import NotFound
 from kvtools.output import paint
@@ -28,13 +29,17 @@ def notes() -> dict[str, dict[str, str]]:
         return tomllib.load(file)
 
 
-def find(check_id: str) -> Check:
-    """A check by id. Raises NotFound with the nearest id."""
+def find(word: str) -> Check | list[Check]:
+    """A check by id, or the checks of a group as --only takes it. Raises NotFound with the nearest."""
     known = registry()
-    if check_id in known:
-        return known[check_id]
-    near = difflib.get_close_matches(check_id, list(known), n=1)
-    raise NotFound(f"no check {check_id!r}", hint=f"did you mean {near[0]}?" if near else "kvdoctor explain lists them all")
+    if word in known:
+        return known[word]
+    prefix = word.rstrip(".*") + "."
+    if mine := [check for check in known.values() if check.id.startswith(prefix) or check.group == word]:
+        return mine
+    groups = {check.partition(".")[0] for check in known}
+    near = difflib.get_close_matches(word, [*known, *groups], n=1)
+    raise NotFound(f"no check or group {word!r}", hint=f"did you mean {near[0]}?" if near else "kvdoctor explain lists them all")
 
 
 def rule_text(check: Check) -> str:
@@ -42,16 +47,32 @@ def rule_text(check: Check) -> str:
     return " ".join((inspect.getdoc(check.rule) or "").split())
 
 
+def _headed(word: str, text: str) -> Iterable[str]:
+    """A line that begins with a word in bold, wrapped."""
+    head, *rest = wrapped(f"{word}  {text}", "", hang="    ")
+    yield paint(word, "bold") + head.removeprefix(word) if head.startswith(word) else head
+    yield from rest
+
+
 def explain(check: Check) -> Iterable[str]:
     """One check, for people."""
     note = notes().get(check.id, {})
-    yield f"{paint(check.id, 'bold')}  {check.title} ({GROUPS[check.group]}; {NEEDS[check.need]})"
+    yield from _headed(check.id, f"{check.title} ({GROUPS[check.group]}; {NEEDS[check.need]})")
     yield ""
-    yield from textwrap.wrap(rule_text(check), 100)
+    yield from textwrap.wrap(rule_text(check), width())
     yield ""
     for key, label in LABELS:
         if text := note.get(key):
-            yield from textwrap.wrap(text, 84, initial_indent=f"{label:<16}", subsequent_indent=" " * 16)
+            yield from textwrap.wrap(text, width(), initial_indent=f"{label:<16}", subsequent_indent=" " * 16)
+
+
+def group(word: str, mine: list[Check]) -> Iterable[str]:
+    """The checks of a group, each with its rule."""
+    yield from _headed(word, f"{len(mine)} check{'s' * (len(mine) != 1)}; kvdoctor explain ID says more about each")
+    for check in mine:
+        yield ""
+        yield from _headed(check.id, f"{check.title} ({NEEDS[check.need]})")
+        yield from textwrap.wrap(rule_text(check), width() - 4, initial_indent="    ", subsequent_indent="    ")
 
 
 def document(check: Check) -> dict[str, object]:
@@ -72,4 +93,5 @@ def listing() -> Iterable[str]:
         mine = [check for check in registry().values() if check.group == key]
         if mine:
             yield paint(name, "bold")
-            yield from (f"  {check.id:<24}{check.need}  {check.title}" for check in mine)
+            for check in mine:
+                yield from wrapped(f"  {check.id:<24}{check.need}  {check.title}", "", hang=" " * 29)

@@ -470,6 +470,9 @@ class Facts:
     environment: Environment = field(default_factory=Environment)
     gpus: list[Gpu] = field(default_factory=list)
     pci_captured: bool = True
+    """Whether the PCI tree could be listed: where it could not, no GPU seen means nothing."""
+    pci_unread: list[str] = field(default_factory=list)
+    """PCI functions whose class or vendor could not be read: any of them may be a GPU."""
     kfd: list[KfdNode] | None = None
     kfd_denied: list[str] = field(default_factory=list)
     device_access: dict[str, str] | None = None
@@ -489,7 +492,15 @@ class Facts:
     segments: list[SegmentFact] = field(default_factory=list)
     tools: dict[str, ToolRun] = field(default_factory=dict)
     denied: dict[str, str] = field(default_factory=dict)
-    """Files that exist and could not be read: path -> errno name."""
+    """Files that exist and could not be read: path -> errno name, LOST where a capture once held it and no longer does."""
+    lost: list[str] = field(default_factory=list)
+    """What a capture's own list names and the capture no longer holds, or holds shorter."""
+    captured: bool = False
+    """Judged from a capture, not looked at."""
+    redacted: bool = False
+    """The capture says that names and addresses in it are stand-ins."""
+    foreign: bool = False
+    """The host is another root's (--root): its files are there, its processes, limits and environment are not."""
     seconds: float = 0.0
 
     @property

@@ -13,7 +13,9 @@ def script(report: Report) -> Iterable[str]:
     causes = [item for check_id in report.roots for item in report.by_id(check_id) if item.bad and not item.caused_by]
     causes = [item for item in causes if item.fix or item.commands]
     if not causes:
-        yield "# Nothing to mend."
+        unknown = [item.id for item in report.results if item.status == "unknown"]
+        told = ", ".join(dict.fromkeys(unknown))
+        yield f"# Nothing that is known to be wrong; not known: {told}." if unknown else "# Nothing to mend."
         return
     for number, item in enumerate(causes, 1):
         yield ""
@@ -24,5 +26,9 @@ def script(report: Report) -> Iterable[str]:
         for follower in dict.fromkeys(other.id for other in report.results if other.caused_by == item.id):
             yield f"#    follows from it: {follower}"
         for command in item.commands:
-            # A name with a newline in it would go on as a command of its own.
-            yield command if command.isprintable() else f"# {printable(command)}    # holds control characters: type it yourself"
+            # A name with a newline in it would go on as a command of its own; one that ends in a newline sh cannot write.
+            plain = command.isprintable() and "$'" not in command
+            yield command if plain else f"# {printable(command)}    # holds control characters: type it yourself"
+    if not any(item.commands for item in causes):
+        yield ""
+        yield "# No command mends these: each needs a person's hands, as said above."

@@ -4,6 +4,8 @@ Every state is a word or a mark besides its colour. Text and JSON are made from 
 JSON (schema kvdoctor.report/1) only grows.
 """
 
+import os
+import shutil
 import sys
 from collections.abc import Iterable
 from typing import TextIO
@@ -21,12 +23,21 @@ VERDICTS = {
     "undetermined": ("UNDETERMINED", "warn"),
     "no-gpu": ("no AMD/NVIDIA GPU: GPU-direct checks skipped", "dim"),
 }
-POSIX = {"usable": ("ready", "good"), "degraded": ("degraded", "warn"), "unusable": ("UNUSABLE", "bad")}
+POSIX = {"usable": ("usable", "good"), "degraded": ("degraded", "warn"), "unusable": ("UNUSABLE", "bad")}
 WIDTH = 14
+NARROW = 72
+"""Columns below which a group's name gets no column of its own."""
 
 
 def mark(status: str) -> str:
     return paint(f"{'[' + MARKS[status] + ']':<4}", COLORS[status])
+
+
+def width() -> int:
+    """Columns to write into: the terminal's, COLUMNS where that is set, else 118."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return max(20, shutil.get_terminal_size((118, 24)).columns)
+    return 118
 
 
 def show(report: Report, *, verbose: bool = False) -> None:
@@ -37,22 +48,34 @@ def show(report: Report, *, verbose: bool = False) -> None:
 
 def lines(report: Report, *, verbose: bool = False) -> Iterable[str]:
     """Its lines. `verbose` adds every check, with evidence."""
-    yield header(report)
+    yield from header(report)
     for place in report.host.get("paths", []):
-        yield paint(f"path {printable(place['path'])} (from {place['from']})", "dim")
+        yield from (paint(line, "dim") for line in wrapped(f"path {place['path']} (from {place['from']})", "", hang="  "))
     yield ""
-    text, style = VERDICTS[report.verdict]
-    tier, tier_style = POSIX[report.posix]
-    yield f"GPU-direct: {paint(text, style)}        POSIX tier: {paint(tier, tier_style)}"
+    yield from _verdicts(report)
     if report.selected:
         yield paint("(of the checks selected)", "dim")
     yield ""
     yield from _detailed(report) if verbose else _grouped(report)
     yield ""
-    yield closing(report)
+    yield from wrapped(closing(report), "")
 
 
-def header(report: Report) -> str:
+def _verdicts(report: Report) -> Iterable[str]:
+    text, style = VERDICTS[report.verdict]
+    judged = any(item.need == "P" and item.status != "skip" for item in report.results)
+    tier, tier_style = POSIX[report.posix] if judged else ("not judged", "dim")
+    plain = f"GPU-direct: {text}        POSIX tier: {tier}"
+    if len(plain) <= width():
+        yield f"GPU-direct: {paint(text, style)}        POSIX tier: {paint(tier, tier_style)}"
+        return
+    for name, words, colour in (("GPU-direct", text, style), ("POSIX tier", tier, tier_style)):
+        head, *rest = wrapped(words, "", room=width() - len(name) - 2) or [""]
+        yield f"{name}: {paint(head, colour)}"
+        yield from (" " * (len(name) + 2) + paint(line, colour) for line in rest)
+
+
+def header(report: Report) -> Iterable[str]:
     from kvtools import __version__
 
     host = report.host
@@ -70,7 +93,14 @@ def header(report: Report) -> str:
     if host.get("partial"):
         parts.append("partial capture")
     parts.append(f"{report.seconds:.2f} s")
-    return "  ".join(parts)
+    line = ""
+    for part in parts:
+        if line and len(line) + 2 + len(part) > width():
+            yield from wrapped(line, "")
+            line = part
+        else:
+            line = f"{line}  {part}" if line else part
+    yield line
 
 
 def _grouped(report: Report) -> Iterable[str]:
@@ -85,7 +115,7 @@ def _grouped(report: Report) -> Iterable[str]:
         for item in shown:
             yield from _cause(report, item)
         if len(mine) > len(shown):
-            yield f"{'':<{WIDTH + 5}}and {len(mine) - len(shown)} more like it ({check_id}): --verbose shows them"
+            yield from wrapped(f"and {len(mine) - len(shown)} more like it ({check_id}): --verbose shows them", _pad())
         told.add(check_id)
     for key, name in GROUPS.items():
         mine = [item for item in report.results if item.group == key]
@@ -93,36 +123,53 @@ def _grouped(report: Report) -> Iterable[str]:
         good = [item for item in mine if item.status == "pass"]
         if key == "proof":
             # Measured on request: the figures are what was asked for.
-            yield from (f"{mark('pass')} {name:<{WIDTH}}{printable(f'{item.scope}: {item.observed}')}" for item in good)
+            for item in good:
+                yield from _row("pass", name, f"{item.scope}: {item.observed}")
         elif not bad and good:
-            yield f"{mark('pass')} {name:<{WIDTH}}{_summary(key, good)}"
+            yield from _row("pass", name, _summary(key, good))
+
+
+def _pad() -> str:
+    """How far the text of a row is set in: beside its group's name, and below it on a narrow terminal."""
+    return " " * (WIDTH + 5) if width() >= NARROW else " " * 5
+
+
+def _row(status: str, name: str, text: str) -> Iterable[str]:
+    """A group's line: '[ok] Limits        shm 23.5 GiB; ...', wrapped under itself."""
+    pad = _pad()
+    if width() < NARROW:
+        head, *rest = wrapped(f"{name}: {text}", "", room=width() - 5) or [""]
+        yield f"{mark(status)} {head}"
+    else:
+        head, *rest = wrapped(text, "", room=width() - len(pad)) or [""]
+        yield f"{mark(status)} {name:<{WIDTH}}{head}"
+    yield from (f"{pad}{line}" for line in rest)
 
 
 def _cause(report: Report, item: Result) -> Iterable[str]:
     name = GROUPS.get(item.group, item.group)
     where = "" if item.scope == "host" or item.scope in item.observed else f"{item.scope}: "
-    pad = " " * (WIDTH + 5)
-    head, *rest = list(_wrapped(f"{where}{item.observed}  ({item.id})", "")) or [""]
-    yield f"{mark(item.status)} {name:<{WIDTH}}{head}"
-    yield from (f"{pad}{line}" for line in rest)
+    pad = _pad()
+    yield from _row(item.status, name, f"{where}{item.observed}  ({item.id})")
     if item.expected and item.status == "fail":
-        yield f"{pad}expected {item.expected}"
+        yield from wrapped(f"expected {item.expected}", pad)
     if item.why:
-        yield from _wrapped(item.why, pad)
+        yield from wrapped(item.why, pad)
     if item.fix:
-        yield from _wrapped(f"-> {item.fix}", pad)
+        yield from wrapped(f"-> {item.fix}", pad)
     followers = [other for other in report.results if other.caused_by == item.id]
     if followers:
         names = ", ".join(dict.fromkeys(f"{other.id} ({other.status})" for other in followers))
-        yield from _wrapped(f"follows from it: {names}", pad)
+        yield from wrapped(f"follows from it: {names}", pad)
 
 
-def _wrapped(text: str, pad: str, width: int = 118) -> Iterable[str]:
+def wrapped(text: str, pad: str, *, hang: str = "", room: int = 0) -> list[str]:
+    """`text` in lines of `room` columns (the terminal's), set in by `pad`, all but the first by `hang` more."""
     import textwrap
 
-    return textwrap.wrap(
-        printable(text), width, initial_indent=pad, subsequent_indent=pad + ("   " if text.startswith("->") else "")
-    )
+    hang = hang or ("   " if text.startswith("->") else "")
+    room = max(8 + len(pad) + len(hang), room or width())
+    return textwrap.wrap(printable(text), room, initial_indent=pad, subsequent_indent=pad + hang, break_on_hyphens=False)
 
 
 HIGHLIGHTS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -163,8 +210,10 @@ def _detailed(report: Report) -> Iterable[str]:
             continue
         yield paint(name, "bold")
         for item in mine:
-            where = "" if item.scope == "host" or item.observed.startswith(item.scope) else f" {printable(item.scope)}"
-            yield f"  {mark(item.status)} {item.id:<22}{where} {printable(item.observed)}".rstrip()
+            where = "" if item.scope == "host" or item.observed.startswith(item.scope) else f"{item.scope} "
+            head, *rest = wrapped(f"{item.id:<22} {where}{item.observed}".rstrip(), "", hang="    ", room=width() - 7) or [""]
+            yield f"  {mark(item.status)} {head}"
+            yield from (f"{' ' * 7}{line}" for line in rest)
             if item.bad:
                 pad = " " * 8
                 for label, text in (
@@ -174,9 +223,9 @@ def _detailed(report: Report) -> Iterable[str]:
                     ("follows from", item.caused_by),
                 ):
                     if text:
-                        yield from _wrapped(f"{label}: {text}", pad)
+                        yield from wrapped(f"{label}: {text}", pad)
                 for evidence in item.evidence:
-                    yield from _wrapped(f"read {evidence.source}" + (f": {evidence.excerpt}" if evidence.excerpt else ""), pad)
+                    yield from wrapped(f"read {evidence.source}" + (f": {evidence.excerpt}" if evidence.excerpt else ""), pad)
 
 
 def closing(report: Report) -> str:

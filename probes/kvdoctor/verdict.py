@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import WORST, Report, Result
-from kvdoctor.rules.base import Check, no_gpu, registry
+from kvdoctor.rules.base import Check, gpu_unjudged, no_gpu, registry
 from kvtools.exits import Exit
 
 DRIVER_FOLLOWS = (
@@ -74,9 +74,10 @@ def judge(
         cost = round((clock() - begun) * 1000, 3)
         for one in answer if isinstance(answer, list) else [answer]:
             _label(one, item, cost)
+            _doubt(one, facts)
             results.append(one)
     report = Report(
-        verdict="no-gpu" if no_gpu(facts) else overall(results),
+        verdict=_verdict(facts, results),
         posix=posix(results),
         results=results,
         selected=len(chosen) < len(registry()),
@@ -100,10 +101,34 @@ def judge(
     return report
 
 
+def _verdict(facts: Facts, results: list[Result]) -> str:
+    """About this host, whichever checks were selected: without a GPU, or where it cannot be told, no other word is true."""
+    if no_gpu(facts):
+        return "no-gpu"
+    word = overall(results)
+    only_commands = facts.partial and not facts.files_captured
+    return "undetermined" if word.startswith("ready") and gpu_unjudged(facts) and not only_commands else word
+
+
 def _label(one: Result, item: Check, cost: float) -> None:
     one.id, one.group, one.need, one.title, one.cost_ms = item.id, item.group, item.need, item.title, cost
     # Words of a host's own files are among them, and a file may hold megabytes without a blank.
     one.observed, one.expected, one.why, one.fix = (_cut(text) for text in (one.observed, one.expected, one.why, one.fix))
+
+
+def _doubt(one: Result, facts: Facts) -> None:
+    """What rests on a file that is there (or was, in the capture) and could not be read is not known, whatever it looks like."""
+    if one.status not in ("pass", "info", "warn", "fail") or not facts.denied:
+        return
+    blind = [item.source for item in one.evidence if item.kind == "file" and facts.denied.get(item.source) in UNREADABLE]
+    if blind:
+        why = "is gone from the capture" if facts.denied[blind[0]] == LOST else f"could not be read ({facts.denied[blind[0]]})"
+        one.status, one.confidence, one.observed = "unknown", "low", f"{blind[0]} {why}"
+        one.why, one.fix, one.commands = "", "", []
+
+
+LOST = "LOST"
+UNREADABLE = (LOST, "REDACTED", "EACCES", "EPERM", "EIO", "ETIMEDOUT", "ELOOP", "EBUSY")
 
 
 def _cut(text: str) -> str:
@@ -126,12 +151,18 @@ def overall(results: list[Result]) -> str:
     required = [item for item in results if item.need == "R"]
     if any(item.status == "fail" for item in required):
         return "not-ready"
-    if any(item.status == "unknown" for item in required):
+    if any(item.status == "unknown" for item in required) or not answered(results):
         return "undetermined"
     # ais-check contradicting better evidence is the tool's fault, not the host's.
     doubts = any(item.status in ("warn", "unknown") and item.id != "ais.tool" for item in results)
     faults = any(item.status == "fail" for item in results)
     return "ready-with-warnings" if doubts or faults else "ready"
+
+
+def answered(results: list[Result]) -> bool:
+    """Whether anything was learned that speaks about GPU-direct (where only other checks were asked for: about those)."""
+    about = [item for item in results if item.group in ("gpu", "driver", "ais", "kernel", "nv")] or results
+    return any(item.status in ("pass", "warn", "fail") for item in about)
 
 
 def posix(results: list[Result]) -> str:

@@ -1,7 +1,7 @@
 """Runs as root inside a private mount namespace: makes file systems on loop devices and says what kvdoctor sees on each.
 
-`unshare --mount --propagation private python mount_zoo.py zoo|frozen|dead SCRATCH` prints JSON. All mounts die with the
-namespace, and loop devices with their mounts (autoclear), even when this is killed.
+`unshare --mount --propagation private python mount_zoo.py zoo|frozen|dead|capture|full SCRATCH` prints JSON. All mounts die
+with the namespace, and loop devices with their mounts (autoclear), even when this is killed.
 """
 
 import ctypes
@@ -101,13 +101,41 @@ def dead(scratch: Path) -> dict[str, Any]:
     return {"facts": facts.to_json(), "seconds": took, "silent": str(silent / "kvd"), "healthy": str(healthy)}
 
 
+def command(*words: str | Path) -> dict[str, Any]:
+    """kvdoctor as a process: its status, what it said, and how long it took."""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "kvdoctor", *map(str, words)], capture_output=True, text=True)
+    return {"rc": done.returncode, "stdout": done.stdout, "stderr": done.stderr, "seconds": time.monotonic() - started}
+
+
+def capture(scratch: Path) -> dict[str, Any]:
+    """A capture onto a frozen file system, and one to the same name once it has thawed."""
+    ice = mounted(scratch, "ice", image(scratch, "ice", 320 * MIB, "mkfs.xfs", "-q"), "-o", "loop")
+    words = ("capture", ice / "host", "--path", scratch, "--deadline", "2")
+    sh("xfs_freeze", "-f", ice)
+    try:
+        onto_ice = command(*words)
+    finally:
+        sh("xfs_freeze", "-u", ice)
+    thawed = command(*words)
+    return {"ice": str(ice), "frozen": onto_ice, "thawed": thawed, "left": sorted(os.listdir(ice))}
+
+
+def full(scratch: Path) -> dict[str, Any]:
+    """A proof and a capture on a file system without room."""
+    place = mounted(scratch, "full", "tmpfs", "-t", "tmpfs", "-o", "size=1m")
+    (place / "ballast").write_bytes(bytes(MIB - 4096))
+    proof = command("--prove", "--json", "--path", place, "--only", "storage.selfcheck")
+    return {"proof": proof, "capture": command("capture", place / "host"), "left": sorted(os.listdir(place))}
+
+
 def main() -> None:
     scratch = Path(sys.argv[2])
     if sys.argv[1] == "zoo":
         places = zoo(scratch)
         print(json.dumps({"places": places, "facts": api.collect_host(paths=list(places.values())).to_json()}))
     else:
-        print(json.dumps({"frozen": frozen, "dead": dead}[sys.argv[1]](scratch)))
+        print(json.dumps({"frozen": frozen, "dead": dead, "capture": capture, "full": full}[sys.argv[1]](scratch)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from kvdoctor.collect.engines import scan_processes
 from kvdoctor.collect.source import Source, open_regular
 from kvdoctor.fix import script
 from kvdoctor.report import lines
+from kvdoctor.rules.base import quote
 from kvtools.errors import TimedOut, UsageError
 from tests.support.processes import Ran
 
@@ -204,8 +205,32 @@ def test_names_in_a_printed_script_are_words_of_the_shell(laid_out: LaidOut, tmp
     assert lines == [f"umount '{evil}'"]
     facts.paths[0].mount.point = "/mnt/a\nreboot"
     lines = list(script(api.judge(facts)))
-    assert "reboot'" not in "".join(line for line in lines if not line.startswith("#"))
-    assert any(line.startswith("# umount '/mnt/a\\nreboot'") for line in lines)
+    assert all(line.isprintable() for line in lines)
+    assert """umount "$(printf '/mnt/a\\012reboot')\"""" in lines
+    facts.paths[0].mount.point = "/mnt/a\n"
+    assert any(line.startswith("# umount $'/mnt/a\\012'") for line in script(api.judge(facts))), "sh cannot write that name"
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_a_quoted_name_is_that_name_for_the_shell(name: str) -> None:
+    quoted = quote(name)
+    assert quoted.isprintable()
+    shell = "bash" if quoted.startswith("$'") else "sh"
+    told = subprocess.run([shell, "-c", f"printf %s {quoted}"], capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"}).stdout
+    assert told == os.fsencode(name)
+
+
+def test_control_characters_of_a_path_reach_nobodys_terminal(doctor: Callable[..., Ran], tmp_path: Path) -> None:
+    evil = tmp_path / "a\nb\x1b[31m\x07c"
+    for words in (["--path", evil], ["--path", evil, "-v"], ["--path", evil, "--fix"], ["--path", evil, "--json"]):
+        ran = doctor(*words)
+        assert not {"\x1b", "\x07"} & set(ran.stdout + ran.stderr)
+        assert "\nb" not in ran.stdout + ran.stderr
+    ran = doctor("capture", evil, "--path", tmp_path)
+    assert ran.rc == 0
+    assert not {"\x1b", "\x07"} & set(ran.stdout + ran.stderr)
+    assert (evil / "case.json").exists()
 
 
 STRANGE = (

@@ -100,9 +100,12 @@ def test_facts_survive_json(captures: dict[str, Path], name: str) -> None:
 
 
 def test_an_empty_host(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "etc").mkdir(parents=True)
+    (tmp_path / "root" / "etc" / "motd").write_text("nothing of use")
+    (tmp_path / "case.json").write_text('{"case": "empty"}')
     facts = api.collect_capture(tmp_path)
     check(facts)
+    assert api.judge(facts).verdict == "undetermined"
     check(api.collect_host(tmp_path / "root", [str(tmp_path)]))
 
 
@@ -116,6 +119,7 @@ def test_links_in_circles_and_out_of_the_root(tmp_path: Path) -> None:
     (root / "proc/self/mountinfo").symlink_to(f"{'../' * 40}{str(tmp_path).lstrip('/')}/secret")
     (root / "etc").mkdir()
     (root / "etc/os-release").symlink_to("/etc/os-release")
+    (tmp_path / "case.json").write_text('{"case": "links"}')
     facts = api.collect_capture(tmp_path, ["/"])
     assert facts.paths[0].mount is None
     assert facts.environment.os_name == ""

@@ -7,7 +7,7 @@ an old module in the initramfs, disk and memory differ.
 import re
 
 from kvdoctor.collect.source import Source
-from kvdoctor.facts import AmdDriver, DkmsEntry, KernelLog, ModuleFile
+from kvdoctor.facts import AmdDriver, DkmsEntry, KernelLog, ModuleFile, ToolRun
 from kvdoctor.parse import driver as parse
 
 MODULE = "/sys/module/amdgpu"
@@ -24,7 +24,8 @@ def start_tools(source: Source, kernel: str) -> None:
 def collect_driver(source: Source, kernel: str, cmdline: str, log: KernelLog | None, *, in_container: bool) -> AmdDriver:
     """Everything about the driver of the running `kernel`."""
     found = AmdDriver()
-    found.loaded = source.is_folder(MODULE)
+    # Without /sys/module itself (not captured, not mounted) an absent folder says nothing.
+    found.loaded = source.is_folder(MODULE) or (False if source.is_folder("/sys/module") else None)
     found.initstate = source.word(f"{MODULE}/initstate") or ""
     found.version = source.word(f"{MODULE}/version") or ""
     found.srcversion = source.word(f"{MODULE}/srcversion") or ""
@@ -43,8 +44,8 @@ def _configured(source: Source, cmdline: str) -> list[str]:
     if re.search(r"(?:^|\s)amdgpu\.ais_disabled=1(?:\s|$)", cmdline):
         where.append("kernel command line")
     for folder in ("/etc/modprobe.d", "/run/modprobe.d", "/usr/lib/modprobe.d"):
-        for name in source.names(folder):
-            text = source.read(f"{folder}/{name}", 1 << 16) if name.endswith(".conf") else None
+        for name in source.names(folder, r".*\.conf"):
+            text = source.read(f"{folder}/{name}", 1 << 16)
             if text and re.search(r"^\s*options\s+amdgpu\b.*\bais_disabled=[1yY]", text, re.MULTILINE):
                 where.append(f"{folder}/{name}")
     return where
@@ -69,9 +70,13 @@ def _module_file(source: Source, kernel: str) -> ModuleFile | None:
         name = line.split(":", 1)[0]
         if name.rsplit("/", 1)[-1].startswith("amdgpu.ko"):
             path = name if name.startswith("/") else f"{base}/{name}"
-            data = source.read_bytes(path, 256 << 20)
+            data = source.read_bytes(path, 256 << 20, record=False)
             image = parse.unpack_module(data) if data else None
-            return parse.parse_module_elf(image, path) if image else None
+            found = parse.parse_module_elf(image, path) if image else None
+            if found and source.recorder:
+                # What the file says of itself, as modinfo would: not megabytes of it.
+                source.recorder.tool(ToolRun(key="modinfo-amdgpu", out=parse.as_modinfo(found)))
+            return found
     return None
 
 
@@ -105,9 +110,7 @@ def _dkms_tree(source: Source) -> list[DkmsEntry] | None:
         for kernel in kernels:
             for arch in source.names(f"{folder}/{kernel}"):
                 built = any(".ko" in name for name in source.names(f"{folder}/{kernel}/{arch}/module"))
-                installed = built and any(
-                    name.startswith("amdgpu.ko") for name in source.names(f"/lib/modules/{kernel}/updates/dkms")
-                )
+                installed = built and any(True for _ in source.names(f"/lib/modules/{kernel}/updates/dkms", r"amdgpu\.ko.*"))
                 state = "installed" if installed else "built" if built else "added"
                 entries.append(DkmsEntry(version=version, kernel=kernel, arch=arch, state=state))
         if not kernels:

@@ -24,12 +24,14 @@ _ENGINE = re.compile(
     r"(?:^|[/\s])vllm(?:\s+serve|\.entrypoints|$)|VLLM::EngineCore|sglang\.launch_server|lmcache_server|lmcache\.v1"
 )
 _DAEMON = re.compile(r"(?:^|[/\s])kvd\s+serve|-m\s+kvd\s+serve|kvtools\s+d\s+serve")
-_SITE = re.compile(r"^python3(\.\d+)?$")
+_SITE = r"python3(\.\d+)?"
+_DISTRIBUTION = r"(vllm(?:_cpu)?|lmcache)-([0-9][^-]*)\.dist-info"
 
 
 def filtered_environ(environ: dict[str, str]) -> dict[str, str]:
     """The variables that decide about caching, secrets blanked: all that ever leaves a process's environment."""
-    return {name: "***" if SECRET.search(name) else value for name, value in environ.items() if ENVIRON.match(name)}
+    kept = {name: "***" if SECRET.search(name) else value for name, value in environ.items() if ENVIRON.match(name)}
+    return {name: re.sub(r"(?<=://)[^/\s@]+@", "***@", value) for name, value in kept.items()}
 
 
 def scan_processes(root: str = "") -> dict[str, Any]:
@@ -116,9 +118,7 @@ def _installed(source: Source, found: Engines) -> None:
             folders.append(f"{prefix}/lib")
     folders += ["/usr/local/lib", "/usr/lib", "/opt/venv/lib", "/opt/conda/lib", "/opt/vllm/lib", "/app/.venv/lib", "/venv/lib"]
     for folder in dict.fromkeys(folders):
-        for python in source.names(folder):
-            if not _SITE.match(python):
-                continue
+        for python in source.names(folder, _SITE):
             for place in ("site-packages", "dist-packages"):
                 _site(source, f"{folder}/{python}/{place}", found)
                 if found.vllm_fixed_seed is not None:
@@ -131,8 +131,8 @@ def _site(source: Source, site: str, found: Engines) -> None:
         if lines is not None:
             found.vllm_fixed_seed = bool(lines)
     if source.is_folder(f"{site}/vllm") or source.is_folder(f"{site}/lmcache"):
-        for name in source.names(site):
-            if match := re.fullmatch(r"(vllm(?:_cpu)?|lmcache)-([0-9][^-]*)\.dist-info", name):
+        for name in source.names(site, _DISTRIBUTION):
+            if match := re.fullmatch(_DISTRIBUTION, name):
                 if match[1] == "lmcache":
                     found.lmcache_version = match[2]
                 else:

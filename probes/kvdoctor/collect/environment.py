@@ -17,12 +17,12 @@ _CGROUP = re.compile(r"docker|kubepods|libpod|lxc|containerd")
 def collect_environment(source: Source, env: dict[str, str], context: str) -> Environment:
     """Where this runs. `context` is a capture's own word about it (host-root, container-root)."""
     found = Environment()
-    # Below a foreign root the environment is this container's, not the host's.
-    strong = _container(source, {} if source.live and source.root else env, found.container_markers)
+    strong = _container(source, env, found.container_markers)
     found.in_container = strong or context == "container-root"
     if context == "container-root":
         found.container_markers.append("captured in a container")
-    _privileges(source, found)
+    if not source.foreign:
+        _privileges(source, found)
     found.virtual_machine = _virtual_machine(source)
     release = source.read("/etc/os-release", 8192) or ""
     name = re.search(r'^PRETTY_NAME="?([^"\n]*)', release, re.MULTILINE)

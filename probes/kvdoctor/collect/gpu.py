@@ -4,7 +4,7 @@ Only attributes of the PCI core and mem_info_* are read. hwmon, pp_* and gpu_met
 and block for seconds on a wedged card, so they are left alone.
 """
 
-from kvdoctor.collect.source import Source
+from kvdoctor.collect.source import LOST, Source
 from kvdoctor.facts import Gpu, KfdNode, Link
 from kvdoctor.parse import kfd, pci
 from kvdoctor.parse.versions import decimal
@@ -18,16 +18,28 @@ def is_gpu_class(pci_class: int) -> bool:
     return pci_class >> 8 in (0x0300, 0x0302, 0x0380, 0x1200)
 
 
-def collect_gpus(source: Source) -> list[Gpu]:
-    """Every AMD and NVIDIA GPU function, in PCI order."""
+def pci_listed(source: Source) -> bool:
+    """Whether the PCI tree can be told: it is there, or the kernel plainly has no PCI bus (others are listed)."""
+    if source.is_folder(DEVICES):
+        source.names(DEVICES)
+        return DEVICES not in source.denied
+    return source.whole and not source.is_folder("/sys/bus/pci") and bool(source.names("/sys/bus"))
+
+
+def collect_gpus(source: Source, unread: list[str] | None = None) -> list[Gpu]:
+    """Every AMD and NVIDIA GPU function, in PCI order. Functions that would not say what they are go to `unread`."""
     gpus = []
+    silent = [] if unread is None else unread
     for bdf in source.names(DEVICES):
         folder = f"{DEVICES}/{bdf}"
         pci_class = decimal(source.word(f"{folder}/class") or "")
-        if pci_class is None or not is_gpu_class(pci_class):
+        if pci_class is not None and not is_gpu_class(pci_class):
             continue
         vendor = (source.word(f"{folder}/vendor") or "").removeprefix("0x")
-        if vendor in VENDORS:
+        if pci_class is None or not vendor:
+            if source.whole or vendor in VENDORS or pci_class is not None:  # a hand-made tree may hold functions in part
+                silent.append(bdf)
+        elif vendor in VENDORS:
             gpus.append(_gpu(source, bdf, folder, vendor, pci_class))
     return gpus
 
@@ -105,7 +117,7 @@ def _lost(link: Link) -> tuple[float, float]:
 def collect_kfd(source: Source) -> tuple[list[KfdNode] | None, list[str]]:
     """The KFD topology's nodes with SIMDs or cores, and those this process may not read (a container not given that GPU)."""
     folder = "/sys/class/kfd/kfd/topology/nodes"
-    names = [name for name in source.names(folder) if name.isdecimal()]
+    names = [name for name in source.names(folder, r"\d+") if name.isdecimal()]
     if not names:
         return None, []
     nodes, refused = [], []
@@ -114,6 +126,6 @@ def collect_kfd(source: Source) -> tuple[list[KfdNode] | None, list[str]]:
         node = kfd.parse_properties(source.read(path, 16384) or "", int(name))
         if node:
             nodes.append(node)
-        elif path in source.denied:
+        elif source.denied.get(path, LOST) != LOST:
             refused.append(name)
     return nodes, refused

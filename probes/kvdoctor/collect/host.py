@@ -43,20 +43,22 @@ def collect(
     started = time.monotonic()
     say = progress or (lambda _: None)
     case = case or {}
-    facts = Facts(case=str(case.get("case", "")), context=str(case.get("context", "live" if not source.root else "root")))
-    facts.partial = not source.whole
+    context = "host-root" if not source.live else "root" if source.root else "live"
+    facts = Facts(case=str(case.get("case", "")), context=str(case.get("context", context)))
+    facts.partial, facts.captured, facts.foreign = not source.whole, not source.live, source.foreign or case.get("foreign") is True
     facts.files_captured = source.is_folder("/proc") or source.is_folder("/sys")
     facts.env = _environ(source, case)
     say("processes")
     scanned = {} if quick else _scan(source)
     running = engines.daemons(scanned)
     arena, group = engines.arena_and_group(running, facts.env)
-    chosen = choose_paths(paths, case, facts.env, list(dict.fromkeys(path for daemon in running for path in daemon.paths)))
+    named = list(dict.fromkeys(path for daemon in running for path in daemon.paths))
+    chosen = choose_paths(paths, case, facts.env, named, here=source.live and not source.foreign)
     if not quick:
-        storage.start_probe(source, [path for path, _ in chosen], write=True)
+        storage.start_probe(source, [path for path, _ in chosen], write=not source.foreign)
     say("GPUs")
-    facts.pci_captured = source.is_folder("/sys/bus/pci")
-    facts.gpus = gpu.collect_gpus(source)
+    facts.pci_captured = gpu.pci_listed(source)
+    facts.gpus = gpu.collect_gpus(source, facts.pci_unread)
     _start_tools(source, facts, with_ais_check=with_ais_check)
     facts.environment = environment.collect_environment(source, facts.env, facts.context)
     say("kernel")
@@ -79,13 +81,15 @@ def collect(
     facts.md = None if mdstat is None else parse_mdstat(mdstat)
     shares = {path: daemon.share for daemon in running for path in daemon.paths}
     facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
+    for kv in facts.paths if facts.foreign else []:
+        kv.writable = None  # this user, and a read-only bind mount, are not that host's
     chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
     kernel.collect_acs(source, facts.kernel, chains)
     say("limits")
     facts.limits = limits.collect_limits(source, capabilities=facts.environment.capabilities, daemon_group=group, arena=arena)
     facts.engines = engines.collect_engines(source, scanned)
     if not quick:
-        facts.scripts = engines.collect_scripts(source)
+        facts.scripts = [] if source.foreign else engines.collect_scripts(source)
         facts.segments = segments.collect_segments(source)
     say("tools")
     _gather_tools(source, facts)
@@ -95,24 +99,31 @@ def collect(
 
 
 def choose_paths(
-    given: Sequence[str], case: dict[str, Any], env: dict[str, str], daemon_paths: Sequence[str]
+    given: Sequence[str], case: dict[str, Any], env: dict[str, str], daemon_paths: Sequence[str], *, here: bool = True
 ) -> list[tuple[str, str]]:
-    """(path, where it comes from): --path, a capture's kv_path, KVD_LONG_PATH, hipFile's roots, a running kvd, or here."""
+    """(path, where it comes from): --path, a capture's kv_path, KVD_LONG_PATH, hipFile's roots, a running kvd, or `here`.
+
+    One folder under two spellings ("D", "D/.") is one path.
+    """
     if given:
-        return [(_absolute(path), "--path") for path in dict.fromkeys(given)]
+        return [(path, "--path") for path in dict.fromkeys(_absolute(path) for path in given)]
     recorded = shape.texts(case.get("kv_paths")) or ([str(case["kv_path"])] if case.get("kv_path") else [])
     if recorded:
         return [(path, "the capture") for path in recorded]
     if text := env.get("KVD_LONG_PATH"):
-        return [(path, "KVD_LONG_PATH") for path in text.split(":") if path]
+        return [(path, "KVD_LONG_PATH") for path in _each(text.split(":"))]
     if roots := parse_roots(env.get("INFERA_KVD_HIPFILE_ROOTS", "")):
-        return [(path, "INFERA_KVD_HIPFILE_ROOTS") for path in roots]
+        return [(path, "INFERA_KVD_HIPFILE_ROOTS") for path in _each(roots)]
     if daemon_paths:
-        return [(path, "the running kvd") for path in daemon_paths]
+        return [(path, "the running kvd") for path in _each(daemon_paths)]
     try:
-        return [] if case else [(os.getcwd(), "the current directory")]  # noqa: PTH109
+        return [(os.getcwd(), "the current directory")] if here else []  # noqa: PTH109
     except OSError:
         return []  # it was deleted under us
+
+
+def _each(paths: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(os.path.normpath(path) for path in paths if path))
 
 
 def _absolute(path: str) -> str:
@@ -132,7 +143,8 @@ def parse_roots(text: str) -> list[str]:
 
 def _environ(source: Source, case: dict[str, Any]) -> dict[str, str]:
     if source.live:
-        return engines.filtered_environ(dict(os.environ))
+        # Another root's engines do not run in this process's environment.
+        return {} if source.foreign else engines.filtered_environ(dict(os.environ))
     return {name: str(value) for name, value in shape.mapping(case.get("env")).items()}
 
 
@@ -203,11 +215,11 @@ def _device_access(source: Source, facts: Facts) -> dict[str, str] | None:
     permission is asked."""
 
     def ask() -> dict[str, str]:
-        nodes = ["/dev/kfd", *(f"/dev/dri/{name}" for name in source.names("/dev/dri") if name.startswith("renderD"))]
+        nodes = ["/dev/kfd", *(f"/dev/dri/{name}" for name in source.names("/dev/dri", r"renderD\d+"))]
         return {node: _access(source.host_path(node)) for node in nodes}
 
-    # A foreign root that was mounted without its /dev says nothing about device nodes.
-    if source.live and (not facts.amd or (source.root and not source.is_folder("/dev"))):
+    # Whether this process may open another host's nodes says nothing about that host's users.
+    if source.live and (not facts.amd or source.foreign):
         return None
     answer = source.value("devices", ask)
     return {str(node): str(state) for node, state in answer.items()} if isinstance(answer, dict) else None

@@ -152,7 +152,7 @@ def collect_log(source: Source) -> KernelLog | None:
     read, name = _read_kmsg(source), "/dev/kmsg"
     body, whole = read or ("", None)
     for key in ("journal", "dmesg") if read is None else ():
-        run = source.answer(key)
+        run = source.answer(key, record=False)
         if run and run.answered and run.rc == 0 and run.out.strip():
             body, name = run.out, key
             break

@@ -17,7 +17,7 @@ def collect_limits(source: Source, *, capabilities: list[str], daemon_group: str
     """Limits of this process, or of a capture's. `daemon_group` is a running kvd's control group, '' for our own."""
     found = Limits(cap_ipc_lock="IPC_LOCK" in capabilities, arena=arena)
     _shm(source, found)
-    limits = shape.mapping(source.value("ulimit", _rlimits))
+    limits = {} if source.foreign else shape.mapping(source.value("ulimit", _rlimits))
     found.memlock = _soft(limits.get("memlock"))
     found.nofile = _soft(limits.get("nofile"))
     _memory(source, found, daemon_group)
@@ -41,8 +41,11 @@ def _rlimits() -> dict[str, list[int]]:
 
 
 def _shm(source: Source, found: Limits) -> None:
-    def ask() -> dict[str, int]:
-        space = os.statvfs(source.host_path(SHM))
+    def ask() -> dict[str, int] | None:
+        place = source.host_path(SHM)
+        if source.foreign and not os.path.ismount(place):
+            return None  # a folder on that root's disk: the host mounts one over it when it boots
+        space = os.statvfs(place)
         return {"total": space.f_blocks * space.f_frsize, "free": space.f_bavail * space.f_frsize}
 
     answer = source.value("shm", ask)
@@ -56,7 +59,8 @@ def _shm(source: Source, found: Limits) -> None:
         size = parse_df_shm(source.captured(name) or "")
         if size is not None:
             known.append((size, name))
-    mount = mount_of(SHM, parse_mountinfo(source.mount_table()))
+    # Below another root the table may be this process's own: its /dev/shm is not the one asked about.
+    mount = None if source.foreign else mount_of(SHM, parse_mountinfo(source.mount_table()))
     if mount and mount.point == SHM and (size := mount_size(mount.super_options)) is not None:
         known.append((size, "mountinfo size="))
     if known:
@@ -65,6 +69,8 @@ def _shm(source: Source, found: Limits) -> None:
 
 def _memory(source: Source, found: Limits, group: str) -> None:
     """The tightest memory.max from a control group up to the root (version 2), or the version 1 limit."""
+    if not group and source.foreign:
+        return  # our own group is not that host's
     if not group:
         text = source.read("/proc/self/cgroup", 8192) or ""
         unified = re.search(r"^0::(/.*)$", text, re.MULTILINE)

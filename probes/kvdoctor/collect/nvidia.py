@@ -16,7 +16,7 @@ def start_tools(source: Source) -> None:
     """Begin gdscheck, where a CUDA tree has it."""
     for tree in [
         "/usr/local/cuda",
-        *(f"/usr/local/{name}" for name in reversed(source.names("/usr/local")) if name.startswith("cuda-")),
+        *(f"/usr/local/{name}" for name in reversed(source.names("/usr/local", r"cuda-.*"))),
     ]:
         for tool in TOOLS:
             path = f"{tree}/{tool}"

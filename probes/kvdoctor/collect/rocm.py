@@ -24,16 +24,15 @@ def collect_rocm(source: Source, env: dict[str, str]) -> Rocm:
     for tree in trees:
         _version(source, tree, found)
         folders += [f"{tree}/lib", f"{tree}/lib64"]
-        for name in source.names(tree):
-            if re.fullmatch(r"core-\d+\.\d+", name):
-                folders.append(f"{tree}/{name}/lib")
-                if not found.version:
-                    found.version, found.version_path = name.removeprefix("core-"), f"{tree}/{name}"
+        for name in source.names(tree, r"core-\d+\.\d+"):
+            folders.append(f"{tree}/{name}/lib")
+            if not found.version:
+                found.version, found.version_path = name.removeprefix("core-"), f"{tree}/{name}"
     _python(source, found, folders)
     seen: set[str] = set()
     for folder in [*folders, *SYSTEM_FOLDERS]:
-        names = source.names(folder)
-        if any(name.startswith(("libamdhip64.so", "libhipfile.so")) for name in names):
+        names = source.names(folder, r"lib(amdhip64|hipfile)\.so.*")
+        if names:
             found.library_folders.append(folder)
         for name in names:
             real = source.real(f"{folder}/{name}")
@@ -48,7 +47,7 @@ def collect_rocm(source: Source, env: dict[str, str]) -> Rocm:
 
 
 def _opt(source: Source) -> list[str]:
-    return sorted((f"/opt/{name}" for name in source.names("/opt") if name.startswith("rocm-")), reverse=True)
+    return sorted((f"/opt/{name}" for name in source.names("/opt", r"rocm-.*")), reverse=True)
 
 
 def _version(source: Source, tree: str, found: Rocm) -> None:
@@ -65,7 +64,8 @@ def _version(source: Source, tree: str, found: Rocm) -> None:
 
 def _python(source: Source, found: Rocm, folders: list[str]) -> None:
     """Python packages of this interpreter: the pip wheels of ROCm and the hipFile binding."""
-    answer = source.value("python-packages", _packages)
+    # This interpreter's packages are not another root's.
+    answer = None if source.foreign else source.value("python-packages", _packages)
     if not isinstance(answer, dict):
         return
     found.hipfile_python = str(answer.get("hipfile", ""))

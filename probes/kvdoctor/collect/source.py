@@ -25,7 +25,7 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -44,6 +44,8 @@ RESOLVE_S = 2.0
 NOWHERE = "/.no-such-file"
 """What a path stands for that cannot be: links in a circle, or a name no file can have. Never the link itself: opening that
 would follow it out of a capture's root."""
+LOST = "LOST"
+"""Why a path of `denied` could not be read: its capture once held it."""
 SELF = ("/proc/self", "/proc/thread-self")
 """Links that mean this process: kept as they are written, so that a capture can be read by another."""
 
@@ -60,12 +62,15 @@ class Recorder(Protocol):
     def command_file(self, name: str, text: str) -> None: ...
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, ENOTSUP for anything else that is there, without having opened it."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+def open_regular(path: str | Path, *, follow: bool = True) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, ENOTSUP for anything else that is there, without having opened it.
+
+    With `follow=False` a link is something else, too.
+    """
+    if not stat.S_ISREG(os.stat(path, follow_symlinks=follow).st_mode):  # noqa: PTH116
         folder = os.path.isdir(path)  # noqa: PTH112
         raise OSError(errno.EISDIR if folder else errno.ENOTSUP, "not a regular file", str(path))
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
     os.close(handle)  # it was exchanged between the two looks
@@ -82,6 +87,7 @@ class Source:
         commands: Path | None = None,
         complete: bool = False,
         denied: dict[str, str] | None = None,
+        lost: Collection[str] = (),
         run_tools: bool = True,
         deadline_s: float = 20.0,
         tool_deadline_s: float = 5.0,
@@ -91,11 +97,16 @@ class Source:
         self.root = "" if str(root) == "/" else str(root).rstrip("/")
         self.commands = commands
         self.live = commands is None
+        self.foreign = self.live and bool(self.root)
+        """Whether the files are another host's: then this process's limits, environment and privileges are not about it."""
         self.run_tools = run_tools and self.live
         self.whole = self.live or complete
         """Whether what is not there was really not there: a hand-made capture proves nothing by what it lacks."""
         self.recorder = recorder
         self.denied: dict[str, str] = dict(denied or {})
+        self.lost = frozenset(lost)
+        """Paths of a capture that its own list names and that are gone: neither "not there" nor readable."""
+        self._bereft = frozenset(path.rpartition("/")[0] or "/" for path in self.lost)
         self.runs: dict[str, ToolRun] = {}
         self._tool_deadline_s = tool_deadline_s
         self._clock = clock
@@ -166,15 +177,22 @@ class Source:
         thread.join(min(RESOLVE_S, self.remaining()))
         return found[0] if found else path
 
-    def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes | None:
+    def _open(self, path: str) -> BinaryIO:
+        """A file of the host. Raises OSError, also for one that is not what the capture once held."""
+        place = self.host_path(path)
+        if self.lost and self.real(path) in self.lost:
+            raise FileNotFoundError(errno.ENOENT, "gone from the capture", path)
+        return open_regular(place)
+
+    def read_bytes(self, path: str, limit: int = MAX_READ, *, record: bool = True) -> bytes | None:
         """Up to `limit` bytes of a file, or None; a refusal is remembered in `denied`."""
         try:
-            with open_regular(self.host_path(path)) as file:
+            with self._open(path) as file:
                 data = file.read(limit)
         except OSError as error:
             self.refused(path, error)
             return None
-        if self.recorder:
+        if self.recorder and record:
             self.recorder.file(self.real(path), data)
         return data
 
@@ -205,7 +223,7 @@ class Source:
         found: list[bytes] = []
         first = b""
         try:
-            with open_regular(self.host_path(path)) as raw:
+            with self._open(path) as raw:
                 packed = path.endswith(".gz")
                 stream = gzip.GzipFile(fileobj=raw) if packed else raw
                 rest = b""
@@ -238,7 +256,7 @@ class Source:
     def contains(self, path: str, needle: bytes) -> bool | None:
         """Whether a (large) file holds `needle`; None where it cannot be read."""
         try:
-            with open_regular(self.host_path(path)) as file:
+            with self._open(path) as file:
                 tail = b""
                 found = False
                 while block := self._in_time(file.read(1 << 20)):
@@ -253,14 +271,22 @@ class Source:
             self.recorder.file(self.real(path), needle if found else b"(searched, not found)")
         return found
 
-    def names(self, path: str) -> list[str]:
-        """Sorted names in a folder, empty where there is none."""
+    def names(self, path: str, pattern: str = "") -> list[str]:
+        """Sorted names in a folder, empty where there is none; those that match `pattern` whole, where it is given.
+
+        Only these are recorded: what else lies in /opt or among an interpreter's packages is nobody's business.
+        """
         try:
             with os.scandir(self.host_path(path)) as entries:
                 found = sorted(entry.name for entry in itertools.islice(entries, MAX_NAMES))
         except OSError as error:
             self.refused(path, error)
             return []
+        if self._bereft and self.real(path) in self._bereft:
+            self.denied[path] = LOST
+        if pattern:
+            wanted = re.compile(pattern)
+            found = [name for name in found if wanted.fullmatch(name)]
         if self.recorder:
             for name in found:
                 self._note(f"{self.real(path).rstrip('/')}/{name}")
@@ -281,16 +307,24 @@ class Source:
         there = os.path.lexists(self.host_path(path))
         if there and self.recorder:
             self._note(self.real(path))
-        return there
+        return there or self._gone(path)
+
+    def _gone(self, path: str) -> bool:
+        """False; and where the capture once held `path`, that is noted."""
+        if self.lost and self.real(path) in self.lost:
+            self.denied[path] = LOST
+        return False
 
     def is_folder(self, path: str) -> bool:
         there = os.path.isdir(self.host_path(path))  # noqa: PTH112
         if there and self.recorder:
             self.recorder.folder(self.real(path))
-        return there
+        return there or self._gone(path)
 
     def refused(self, path: str, error: Exception) -> None:
         number = getattr(error, "errno", None)
+        if self.lost and self.real(path) in self.lost:
+            self.denied[path] = LOST
         if number in (None, errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.EISDIR):
             return
         self.denied[path] = errno.errorcode.get(number, str(number))
@@ -351,8 +385,11 @@ class Source:
 
     def _command_file(self, name: str) -> str | None:
         assert self.commands is not None
+        if f"cmd/{name}" in self.lost:
+            return None
         try:
-            with open_regular(self.commands / name) as file:
+            # A link in somebody else's capture may point at a file of this machine.
+            with open_regular(self.commands / name, follow=False) as file:
                 return file.read(MAX_READ).decode("utf-8", "replace")
         except OSError:
             return None

@@ -7,6 +7,7 @@ half a second later is abandoned: its pipes are closed, its state and wait chann
 Grandchildren that keep the pipes open after the command ended cost at most a tenth of a second.
 """
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -27,25 +28,60 @@ LINGER_S = 0.1
 _abandoned: list[subprocess.Popen[bytes]] = []  # kept, so that the garbage collector does not wait for or warn about them
 
 
-def run(key: str, argv: list[str], deadline_s: float, *, environ: dict[str, str] | None = None) -> ToolRun:
-    """Run `argv` for at most `deadline_s` and say what came of it; never raises, never waits longer than deadline + GRACE_S."""
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def _end_running() -> None:
+    """Nothing that was asked outlives the asker: what still runs at the end (after Ctrl-C, or a deadline) is killed."""
+    for child in list(_running):
+        _kill(child, signal.SIGKILL)
+
+
+atexit.register(_end_running)
+
+
+def _kill(child: subprocess.Popen[bytes], number: int) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
+
+
+def run(
+    key: str,
+    argv: list[str],
+    deadline_s: float,
+    *,
+    environ: dict[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    polite: bool = False,
+) -> ToolRun:
+    """Run `argv` for at most `deadline_s` and say what came of it; never waits longer than deadline + GRACE_S.
+
+    A `polite` end is SIGTERM first, for a child that cleans up. What interrupts the wait (Ctrl-C) ends the child too, and is
+    raised; nothing else is.
+    """
     started = time.monotonic()
     result = ToolRun(key=key, argv=list(argv))
     env = {**os.environ, "LC_ALL": "C", "LANG": "C", **(environ or {})}
     try:
-        child = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=env
-        )
+        child = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=env)
     except OSError as error:
         result.state = "missing"
         result.rc = 127 if isinstance(error, FileNotFoundError) else 126
         result.err = error.strerror or str(error)
         return result
     result.pid = child.pid
-    output = _read(child, started + deadline_s)
+    _running.add(child)
+    try:
+        output = _read(child, started + deadline_s)
+    except BaseException:
+        _stop(child, result, polite=polite)
+        raise
+    finally:
+        _running.discard(child)
     result.out, result.err = (bytes(part).decode("utf-8", "replace") for part in output)
     if child.poll() is None:
-        _stop(child, result)
+        _stop(child, result, polite=polite)
     # Closed only now: one that is still writing would die of the closed pipe and look as if it had ended by itself.
     for stream in (child.stdout, child.stderr):
         assert stream is not None
@@ -87,16 +123,16 @@ def _read(child: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, b
     return parts[child.stdout], parts[child.stderr]
 
 
-def _stop(child: subprocess.Popen[bytes], result: ToolRun) -> None:
+def _stop(child: subprocess.Popen[bytes], result: ToolRun, *, polite: bool = False) -> None:
     """Kill the group of `child`; abandon it where even that does not end it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
     result.state = "hung"
-    end = time.monotonic() + GRACE_S
-    while time.monotonic() < end:
-        if child.poll() is not None:
-            return
-        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGKILL) if polite else (signal.SIGKILL,):
+        _kill(child, number)
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end:
+            if child.poll() is not None:
+                return
+            time.sleep(0.02)
     result.state = "abandoned"
     result.proc_state, result.wchan = process_state(child.pid)
     _abandoned.append(child)

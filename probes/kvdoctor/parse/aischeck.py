@@ -10,7 +10,7 @@ from kvdoctor.facts import AisCheck, AisVolume
 
 _LINE = re.compile(r"^\s*(HIP runtime|amdgpu|Kernel P2PDMA support|hipFile-capable volume)\s*:\s*(true|false)\s*$", re.IGNORECASE)
 _FIELDS = {"hip runtime": "hip", "amdgpu": "amdgpu", "kernel p2pdma support": "p2pdma", "hipfile-capable volume": "volume"}
-_COLUMNS = ("MOUNTPOINT", "FSTYPE", "DEVICE", "BACKING", "O_DIRECT", "HIPFILE")
+COLUMNS = ("MOUNTPOINT", "FSTYPE", "DEVICE", "BACKING", "O_DIRECT", "HIPFILE")
 _VF = re.compile(r"([0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]) \(([^)]*)\)")
 
 
@@ -30,10 +30,10 @@ def parse_ais_check(out: str, err: str = "", rc: int | None = None) -> AisCheck 
 
 
 def _volumes(lines: list[str]) -> list[AisVolume]:
-    header = next((i for i, line in enumerate(lines) if all(name in line for name in _COLUMNS)), None)
+    header = next((i for i, line in enumerate(lines) if all(name in line for name in COLUMNS)), None)
     if header is None:
         return []
-    starts = [lines[header].index(name) for name in _COLUMNS]
+    starts = [lines[header].index(name) for name in COLUMNS]
     if starts != sorted(starts):
         return []
     rows = []

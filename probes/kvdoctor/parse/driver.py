@@ -16,7 +16,7 @@ _DKMS_NEW = re.compile(r"^amdgpu/([^,:\s]+)(?:,\s*([^,:\s]+))?(?:,\s*([^,:\s]+))
 _DKMS_OLD = re.compile(r"^amdgpu,\s*([^,:\s]+)(?:,\s*([^,:\s]+))?(?:,\s*([^,:\s]+))?\s*:\s*([a-z]+)\s*(?:\((.*)\))?")
 _STALE = re.compile(r"Could not locate dkms\.conf file")
 _STALE_FILE = re.compile(r"File:\s*(/\S+)/source/dkms\.conf")
-_FAILED = re.compile(r"bad exit status: \d+|Bad return status for module build on kernel|Error! Build of .* failed", re.IGNORECASE)
+FAILED = re.compile(r"bad exit status: \d+|Bad return status for module build on kernel|Error! Build of .* failed", re.IGNORECASE)
 
 
 def parse_dkms_status(text: str) -> list[DkmsEntry]:
@@ -40,7 +40,7 @@ def stale_tree(text: str) -> str:
 
 def build_failure(text: str) -> str:
     """The line that says a dkms build failed, or ''."""
-    return next((line.strip()[:200] for line in text.splitlines() if _FAILED.search(line)), "")
+    return next((line.strip()[:200] for line in text.splitlines() if FAILED.search(line)), "")
 
 
 def parse_modinfo(text: str) -> ModuleFile | None:
@@ -51,6 +51,14 @@ def parse_modinfo(text: str) -> ModuleFile | None:
         if colon and re.fullmatch(r"[a-z_]+", name):
             fields.setdefault(name, value.strip())
     return _module(fields) if "filename" in fields or "vermagic" in fields else None
+
+
+def as_modinfo(module: ModuleFile) -> str:
+    """A module as `modinfo` lists it: what `parse_modinfo` reads back alike."""
+    fields = {"filename": module.filename, "version": module.version, "srcversion": module.srcversion, "vermagic": module.vermagic}
+    if module.intree:
+        fields["intree"] = "Y"
+    return "".join(f"{name + ':':<16}{value}\n" for name, value in fields.items() if value)
 
 
 def _module(fields: dict[str, str], filename: str = "") -> ModuleFile:

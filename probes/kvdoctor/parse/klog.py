@@ -61,6 +61,35 @@ def parse_kernel_log(text: str, *, source: str = "dmesg", whole: bool | None = N
     return log
 
 
+_ESSENTIAL = (
+    _REGISTERED,
+    re.compile(r"\[drm\] amdgpu version: [\w.+-]{1,40}"),
+    re.compile(r"amdgpu kernel modesetting enabled"),
+    re.compile(r"BAR 0: failed to assign(?: \[mem size 0x[0-9a-f]{1,16}[ \w]{0,12}\])?"),
+    re.compile(r"Detected VRAM RAM=\d{1,9}M, BAR=\d{1,9}M"),
+    re.compile(r"key was rejected by service|loading of unsigned module is rejected", re.IGNORECASE),
+    re.compile(r"secure boot (?:enabled|disabled)", re.IGNORECASE),
+)
+
+
+def essentials(text: str) -> list[str]:
+    """The parts of a kernel log that `parse_kernel_log` reads, each with its time stamp and without what stands around it."""
+    kept: list[str] = []
+    first = True
+    for line in text.splitlines():
+        found = _STAMP.match(line)
+        stamp = f"{found[0].strip()} " if found else ""
+        if found and first:
+            first = False
+            if int(found[1]) == 0:
+                kept.append(f"{stamp}Linux")  # the log reaches back to boot
+        kept += [f"{stamp}{seen[0]}" for pattern in _ESSENTIAL if (seen := pattern.search(line))]
+        if mark := next((mark for mark in _FAILURES if mark in line), ""):
+            failure = _failure(line)
+            kept.append(f"{stamp}amdgpu: {mark}" + (f": -{failure.errno}" if failure.errno else ""))
+    return kept
+
+
 def _failure(line: str) -> IoFailure:
     body = _body(line)
     found = _ERRNO.search(body)

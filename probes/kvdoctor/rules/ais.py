@@ -92,7 +92,7 @@ def closed_gates(facts: Facts, gpu: Gpu) -> list[str]:
     """The driver's own conditions that are known not to hold for a GPU, the first to mend at the head."""
     gates = []
     driver, symbols = facts.driver, facts.kernel.symbols
-    if not is_loaded(driver):
+    if driver.loaded is False or driver.initstate not in ("live", ""):
         gates.append("the driver is not loaded")
     elif too_old(facts):
         gates.append(f"the loaded driver is too old ({driver.version or 'the kernel own'})")

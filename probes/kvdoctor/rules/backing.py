@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Block, Facts, KvPath
 from kvdoctor.results import WORST, Result, file_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, quote, rebuild_initramfs, result, skip, unknown
+from kvdoctor.rules.base import absent, check, direct_only, each_path, missing, quote, rebuild_initramfs, result, skip, unknown
 from kvdoctor.rules.storage import NETWORK, NO_BLOCK, PARALLEL
 
 MAX_LVM_SLAVES, MAX_LVM_DEPTH = 16, 4
@@ -25,7 +25,7 @@ def backing(facts: Facts) -> list[Result]:
 
 def backing_of(facts: Facts, path: KvPath) -> Result:
     if path.mount is None:
-        return absent(facts, "the mount table")
+        return missing(facts, "the mount table")
     kind = path.mount.fstype
     if kind in NETWORK or kind in PARALLEL:
         return result(
@@ -197,7 +197,7 @@ def multipath(facts: Facts) -> list[Result]:
                 ),
             )
         if path.mount is None:
-            return absent(facts, "the mount table")
+            return direct_only(facts, missing(facts, "the mount table"))
         if not any(block.kind == "nvme" for block in path.stack):
             return result("pass", "no NVMe drive under this path")
         more = " (multipath=Y, and no head here)" if facts.nvme_multipath == "Y" else ""

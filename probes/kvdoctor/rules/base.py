@@ -7,6 +7,7 @@ belongs to what hand-made captures leave out (see `absent`).
 
 import functools
 import importlib
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -118,17 +119,40 @@ def unknown(why: str, *, fix: str = "", scope: str = "host", evidence: list[Evid
     return Result(status="unknown", observed=why, fix=fix, scope=scope, evidence=evidence or [], confidence="low")
 
 
+def other_host(what: str, scope: str = "host") -> Result:
+    """A question about a process, asked of another root: this process's answer would be about the wrong host."""
+    return skip(f"{what} can be told only on that host", scope)
+
+
 def absent(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Result:
-    """The fact is not there: nobody captured it (skip), or this host would not tell (unknown)."""
+    """The fact is not there: hand-made captures lack it as a rule (skip), or this host would not tell (unknown)."""
     if facts.partial:
         return skip(f"{what}: not in this capture", scope)
     return unknown(f"{what} could not be read", scope=scope, fix=fix)
 
 
+def missing(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Result:
+    """A fact that its gate cannot do without: unknown, also in a hand-made capture, unless that holds command output only."""
+    if facts.partial and not facts.files_captured:
+        return skip(f"{what}: not in this capture", scope)
+    return unknown(f"{what} {'is not in this capture' if facts.captured else 'could not be read'}", scope=scope, fix=fix)
+
+
 # Commands for --fix, in the words of the host's distribution. Names that come from the host go through `quote`.
 
-quote = shlex.quote
-"""A name as one word of a shell command: mount points may hold blanks, and a tree from elsewhere may mean harm."""
+
+def quote(name: str) -> str:
+    """A name as one word of a shell command: mount points may hold blanks, and a tree from elsewhere may mean harm.
+
+    What does not print is written in octal, so that the line can be read, pasted, and still means that very name.
+    """
+    if name.isprintable():
+        return shlex.quote(name)
+    # A minus at the head would be an option of printf.
+    kept = {byte for byte in range(32, 127) if chr(byte) not in "%\\'-"}
+    told = "".join(chr(byte) if byte in kept else f"\\{byte:03o}" for byte in os.fsencode(name))
+    # A command substitution drops newlines at the end of a name: only bash's own quoting keeps those.
+    return f"$'{told}'" if name.endswith("\n") else f"\"$(printf '{told}')\""
 
 
 def _red_hat(facts: Facts) -> bool:
@@ -154,6 +178,11 @@ def has_amd(facts: Facts) -> bool:
     return bool(facts.amd) or (not facts.gpus and bool(smi_names(_tool_text(facts, "amd-smi"))))
 
 
+def pci_known(facts: Facts) -> bool:
+    """Whether every PCI function was seen: only then does "no GPU among them" say that there is none."""
+    return facts.pci_captured and not facts.pci_unread
+
+
 def has_nvidia(facts: Facts) -> bool:
     """NVIDIA by PCI, or, where a capture holds no PCI tree, by its driver's files and tools."""
     if facts.nvidia_gpus:
@@ -165,8 +194,10 @@ def has_nvidia(facts: Facts) -> bool:
 
 
 def gpu_unjudged(facts: Facts) -> bool:
-    """A capture of command output only: whether the host has a GPU cannot be told."""
-    return facts.partial and not facts.files_captured and not has_amd(facts) and not has_nvidia(facts)
+    """No GPU was seen, and nothing says that there is none: neither a PCI tree read whole nor the vendor's own checker."""
+    if has_amd(facts) or has_nvidia(facts) or pci_known(facts):
+        return False
+    return not (facts.partial and facts.ais_check is not None and facts.ais_check.amdgpu is False)
 
 
 def no_gpu(facts: Facts) -> bool:

@@ -6,7 +6,7 @@ write then fails each time while its tier stays silently empty. statx's alignmen
 
 from kvdoctor.facts import Facts, KvPath
 from kvdoctor.results import Result, command_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, result, skip, unknown
+from kvdoctor.rules.base import check, direct_only, each_path, missing, result, skip, unknown
 from kvdoctor.rules.storage import GOOD, NETWORK
 
 
@@ -47,7 +47,7 @@ def odirect_of(facts: Facts, path: KvPath) -> Result:
 def _odirect_by_kind(facts: Facts, path: KvPath, kind: str) -> Result:
     """No alignment was learned: what each file system is known to do, at low confidence."""
     if not kind:
-        return absent(facts, "the mount table")
+        return missing(facts, "the mount table")
     if kind in ("tmpfs", "ramfs", "btrfs"):
         return result(
             "fail",

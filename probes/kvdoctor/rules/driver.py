@@ -3,7 +3,7 @@
 from kvdoctor.facts import AmdDriver, DkmsEntry, Facts, ModuleFile
 from kvdoctor.parse.versions import at_least, version_tuple
 from kvdoctor.results import Evidence, Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, amd_only, check, install, quote, rebuild_initramfs, result, skip, unknown
+from kvdoctor.rules.base import absent, amd_only, check, install, missing, quote, rebuild_initramfs, result, skip, unknown
 
 MINIMUM = (6, 16, 6)
 MINIMUM_TEXT = "6.16.6 (package amdgpu-dkms 30.20.1)"
@@ -28,6 +28,8 @@ def loaded(facts: Facts) -> Result:
     driver = facts.driver
     evidence = [file_evidence(f"{MODULE}/initstate", driver.initstate)]
     bdfs = ", ".join(gpu.bdf for gpu in facts.amd) or "the GPU"
+    if driver.loaded is None:
+        return missing(facts, "/sys/module, which says what is loaded,")
     if not is_loaded(driver):
         return result(
             "fail",
@@ -57,6 +59,8 @@ def loaded(facts: Facts) -> Result:
 def version(facts: Facts) -> Result:
     """The *loaded* module's version, against 6.16.6. The kernel's own amdgpu has no version file and no AIS."""
     driver = facts.driver
+    if driver.loaded is None:
+        return missing(facts, "the loaded driver")
     if not is_loaded(driver):
         return _installed_version(driver)
     evidence = [file_evidence(f"{MODULE}/version", driver.version or "absent")]
@@ -91,6 +95,8 @@ def version(facts: Facts) -> Result:
 def match(facts: Facts) -> Result:
     """Loaded against on disk: by version, else srcversion. Not comparable is not a pass."""
     driver = facts.driver
+    if driver.loaded is None:
+        return missing(facts, "the loaded driver")
     if not is_loaded(driver):
         return result("pass", "no driver is loaded that could differ from the installed one", confidence="low")
     evidence = [
@@ -99,7 +105,7 @@ def match(facts: Facts) -> Result:
     ]
     if driver.disk is None:
         if not driver.disk_asked and facts.partial:
-            return skip("modinfo: not in this capture")
+            return missing(facts, "modinfo's answer")
         why = (
             "modinfo knows no amdgpu for this kernel"
             if driver.disk_missing

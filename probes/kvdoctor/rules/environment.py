@@ -1,8 +1,8 @@
 """Where this runs, and whose commands these are."""
 
 from kvdoctor.facts import Facts
-from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import check, in_virtual_machine, result, skip
+from kvdoctor.results import Evidence, Result, file_evidence
+from kvdoctor.rules.base import check, in_virtual_machine, result, skip, unknown
 
 
 @check("env.container", "i", "Container")
@@ -23,10 +23,29 @@ def container(facts: Facts) -> Result:
     )
 
 
+@check("env.capture", "R", "Evidence is whole")
+def capture(facts: Facts) -> Result:
+    """All that a capture was written with must still be there: evidence that went missing is no evidence of absence."""
+    if not facts.captured:
+        return result("info", "looked at directly")
+    if facts.lost:
+        shown = ", ".join(facts.lost[:3]) + (f" and {len(facts.lost) - 3} more" if len(facts.lost) > 3 else "")
+        return unknown(
+            f"the capture no longer holds {shown}",
+            fix="Copy the capture again, whole (tar keeps its links), or write it anew: kvdoctor capture DIR.",
+            evidence=[Evidence("capture", "index.json", f"{len(facts.lost)} of its entries are gone, shorter, or of another kind")],
+        )
+    if facts.partial:
+        return result("info", "made by hand: what it lacks proves nothing")
+    return result("info", "whole")
+
+
 @check("env.privilege", "i", "Privileges")
 def privilege(facts: Facts) -> Result:
     """Inform: what root would add. Nothing here needs it."""
     here = facts.environment
+    if facts.foreign:
+        return skip("privileges of this process: they say nothing about that host's")
     if here.euid is None:
         return skip("user and capabilities: not in this capture")
     more = []

@@ -13,6 +13,7 @@ from kvdoctor.rules.base import (
     has_amd,
     has_nvidia,
     in_virtual_machine,
+    missing,
     result,
     skip,
     unknown,
@@ -34,7 +35,12 @@ def present(facts: Facts) -> Result:
     if has_amd(facts) or has_nvidia(facts):
         return result("pass", "a vendor's tool reports one; no PCI tree in this capture", confidence="medium")
     if gpu_unjudged(facts):
-        return skip("this capture holds command output only: no GPU is asserted")
+        if facts.pci_unread:
+            told = f"{len(facts.pci_unread)} PCI functions do not say what they are, such as {facts.pci_unread[0]}"
+            return unknown(told, fix="Run kvdoctor where /sys can be read.", evidence=[file_evidence(DEVICES)])
+        if facts.partial and not facts.files_captured:
+            return skip("this capture holds command output only: no GPU is asserted")
+        return missing(facts, f"the PCI tree ({DEVICES})", fix="Run kvdoctor where /sys is mounted and can be read.")
     return result("fail", "no AMD or NVIDIA GPU on the PCI bus", expected="at least one", evidence=[file_evidence(DEVICES)])
 
 

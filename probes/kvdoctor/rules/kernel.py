@@ -11,6 +11,7 @@ from kvdoctor.rules.base import (
     gpu_unjudged,
     has_amd,
     has_nvidia,
+    missing,
     no_gpu,
     result,
     skip,
@@ -36,7 +37,7 @@ def p2pdma(facts: Facts) -> Result:
 
 def _p2pdma(facts: Facts) -> Result:
     if gpu_unjudged(facts):
-        return skip("no kernel facts in this capture")
+        return skip("whether there is a GPU is not known")
     if has_nvidia(facts) and not has_amd(facts):
         return skip("judged by nv.kernel")
     if up := next((gpu for gpu in facts.gpus if gpu.p2pmem), None):
@@ -85,7 +86,7 @@ def topology(facts: Facts) -> Result | list[Result]:
         drives = [block for block in path.stack if block.pci]
         if not drives:
             if path.mount is None:
-                found.append(absent(facts, "the mount table", path.path))
+                found.append(missing(facts, "the mount table", path.path))
             else:
                 found.append(result("pass", "no drive on this bus under the path (see storage.backing)", scope=path.path))
             continue
@@ -200,7 +201,7 @@ def iommu(facts: Facts) -> Result:
     if "iommu=pt" in words:
         return result("pass", "iommu=pt", evidence=[file_evidence("/proc/cmdline", "iommu=pt")])
     if kernel.iommu_groups == 0 or (kernel.iommu_groups is None and not facts.partial):
-        return result("pass", "off")
+        return result("pass", "off", evidence=[file_evidence("/sys/kernel/iommu_groups", "absent or empty")])
     return absent(facts, "the IOMMU setting")
 
 

@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import SHM, absent, check, result, skip
+from kvdoctor.rules.base import SHM, absent, check, other_host, result, skip
 from kvtools.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -13,6 +13,8 @@ NOFILE_WANTED = 4096
 def shm(facts: Facts) -> Result:
     """Shared memory holds segments and the engine's own queues. kvd's arena is a memfd and does not count here."""
     limits = facts.limits
+    if limits.shm is None and facts.foreign:
+        return other_host("the size of /dev/shm")
     if limits.shm is None:
         return absent(facts, "the size of /dev/shm")
     evidence = [file_evidence(limits.shm_source, format_size(limits.shm))]
@@ -79,6 +81,8 @@ def memcg(facts: Facts) -> Result:
 def memlock(facts: Facts) -> Result:
     """RLIMIT_MEMLOCK: RDMA and Mooncake pin memory. CAP_IPC_LOCK overrides it."""
     limits = facts.limits
+    if limits.memlock is None and facts.foreign:
+        return other_host("what a process there may lock")
     if limits.memlock is None:
         return absent(facts, "the locked-memory limit")
     if limits.memlock < 0:
@@ -99,6 +103,8 @@ def memlock(facts: Facts) -> Result:
 def nofile(facts: Facts) -> Result:
     """hipFile opens a second descriptor for each registered file."""
     limits = facts.limits
+    if limits.nofile is None and facts.foreign:
+        return other_host("how many files a process there may open")
     if limits.nofile is None:
         return absent(facts, "the open-files limit")
     if 0 <= limits.nofile < NOFILE_WANTED:

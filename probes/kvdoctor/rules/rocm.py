@@ -3,7 +3,7 @@
 from kvdoctor.facts import Facts
 from kvdoctor.parse.versions import at_least, version_tuple
 from kvdoctor.results import Result, command_evidence, file_evidence
-from kvdoctor.rules.base import absent, amd_only, check, install, result, skip, unknown
+from kvdoctor.rules.base import absent, amd_only, check, install, missing, result, skip, unknown
 
 MINIMUM = (7, 2)
 
@@ -15,13 +15,14 @@ def version(facts: Facts) -> Result:
     rocm = facts.rocm
     if not rocm.version:
         if not rocm.looked:
-            return absent(facts, "ROCm")
+            return missing(facts, "ROCm's version")
         return result(
             "fail",
             "no ROCm was found here",
             expected="7.2 or later",
             why="The engine's HIP runtime brings the file calls; the driver alone is not enough.",
             fix="Install ROCm 7.2 or later where the engine runs (this may be its container image: run kvdoctor inside it).",
+            evidence=[file_evidence(place, "absent") for place in ("/opt", "/opt/rocm", "/opt/rocm/.info/version")],
         )
     evidence = [file_evidence(rocm.version_path, rocm.version)]
     enough = at_least(rocm.version, MINIMUM)

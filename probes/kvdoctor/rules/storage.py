@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Facts, KvPath
 from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import absent, check, direct_only, each_path, has_amd, quote, result, skip, unknown
+from kvdoctor.rules.base import absent, check, direct_only, each_path, has_amd, missing, other_host, quote, result, skip, unknown
 from kvtools.units import format_size
 
 GOOD = ("xfs", "ext4")
@@ -53,6 +53,8 @@ def writable(facts: Facts) -> list[Result]:
             )
         if path.hung and path.exists:
             return result("fail", f"a write does not return: {path.hung}", fix=HUNG_FIX)
+        if path.writable is None and facts.foreign and path.exists:
+            return other_host("whether its daemon may write there")
         if path.writable is None:
             return (
                 skip("the directory does not answer")
@@ -102,7 +104,7 @@ def filesystem(facts: Facts) -> list[Result]:
 
 def filesystem_of(facts: Facts, path: KvPath) -> Result:
     if path.mount is None:
-        return absent(facts, "the mount table")
+        return missing(facts, "the mount table")
     kind = path.mount.fstype
     evidence = [file_evidence("/proc/self/mountinfo", f"{path.mount.point} {kind} {path.mount.source}")]
     if kind in GOOD:
@@ -145,7 +147,7 @@ def journal(facts: Facts) -> list[Result]:
 
 def journal_of(facts: Facts, path: KvPath) -> Result:
     if path.mount is None:
-        return absent(facts, "the mount table")
+        return missing(facts, "the mount table")
     if path.mount.fstype == "xfs":
         return result("pass", "xfs journals metadata only")
     if path.mount.fstype != "ext4":

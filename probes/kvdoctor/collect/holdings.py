@@ -1,0 +1,99 @@
+"""What a capture holds, against what it was written with: evidence that went missing must never read as "the host has none".
+
+A capture is a directory with `case.json` and at least one file below `root/` or `cmd/`. `kvdoctor capture` adds `index.json`,
+a list of everything it wrote ({"root": {PATH: kind or bytes}, "cmd": {NAME: bytes}}). What is listed and gone, is of another
+kind, or is shorter than it was, is *lost*: reading it is an error, not an absence. Hand-made captures have no such list,
+and what they lack proves nothing either way.
+"""
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvdoctor.collect.source import MAX_READ, open_regular
+from kvdoctor.parse import shape
+from kvtools.errors import NotFound, UsageError
+
+INDEX = "index.json"
+INDEX_SCHEMA = "kvdoctor.capture/1"
+HINT = "kvdoctor capture DIR writes one"
+CASE_KEYS = frozenset({"case", "context", "kv_path", "kv_paths", "env", "captured"})
+
+
+@dataclass
+class Holdings:
+    """`listed` is how many entries the capture's own list has, None without one; `lost` what is gone of them."""
+
+    listed: int | None = None
+    lost: set[str] = field(default_factory=set)
+
+
+def open_capture(folder: str | Path) -> tuple[Path, dict[str, Any], Holdings]:
+    """A capture's directory, case and holdings. Raises NotFound where there is nothing, UsageError for what is no capture."""
+    home = Path(folder)
+    if not os.path.lexists(home):
+        raise NotFound(f"no such capture: {home}", hint=HINT)
+    if not home.is_dir():
+        raise UsageError(f"not a capture: {home} is not a directory", hint=HINT)
+    case = read_case(home)
+    for part in ("root", "cmd"):
+        if (home / part).is_symlink():
+            raise UsageError(f"not a capture: {home / part} is a link out of it", hint=HINT)
+    if not any(_holds_a_file(home / part) for part in ("root", "cmd")):
+        raise UsageError(f"not a capture: {home} holds nothing of a host (root/ and cmd/ are empty or missing)", hint=HINT)
+    return home, case, read_holdings(home)
+
+
+def _holds_a_file(folder: Path) -> bool:
+    return any(files for _, _, files in os.walk(folder))
+
+
+def read_case(home: Path) -> dict[str, Any]:
+    """A capture's case.json. Raises UsageError where there is none or it is no JSON object that speaks of a host."""
+    place = home / "case.json"
+    try:
+        with open_regular(place) as file:
+            case = json.loads(file.read(MAX_READ))
+    except FileNotFoundError:
+        raise UsageError(f"not a capture: {home} holds no case.json", hint=HINT) from None
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{place}: {why}", hint="it must be a JSON object {case, context, kv_path, env}") from None
+    if not isinstance(case, dict):
+        raise UsageError(f"{place} is not a JSON object", hint="it must hold case, context, kv_path and env")
+    if not CASE_KEYS & case.keys():
+        raise UsageError(f"not a capture: {place} says nothing of a host", hint="it must hold case, context, kv_path and env")
+    return case
+
+
+def read_holdings(home: Path) -> Holdings:
+    """The capture's list held against what is there; a list that cannot be read counts as none."""
+    try:
+        with open_regular(home / INDEX, follow=False) as file:
+            index = shape.mapping(json.loads(file.read(MAX_READ)))
+    except (OSError, ValueError, RecursionError):
+        return Holdings()
+    if index.get("schema") != INDEX_SCHEMA:
+        return Holdings()
+    root, commands = shape.mapping(index.get("root")), shape.mapping(index.get("cmd"))
+    found = Holdings(listed=len(root) + len(commands))
+    found.lost |= {path for path, kind in root.items() if not _as_listed(f"{home}/root{path}", kind)}
+    found.lost |= {f"cmd/{name}" for name, size in commands.items() if not _as_listed(f"{home}/cmd/{name}", size)}
+    return found
+
+
+def _as_listed(path: str, kind: Any) -> bool:
+    """Whether `path` is there as a link, a folder, or a file of at least `kind` bytes."""
+    try:
+        status = os.lstat(path)
+    except (OSError, ValueError):
+        return False
+    if kind == "link":
+        return stat.S_ISLNK(status.st_mode)
+    if kind == "folder":
+        return stat.S_ISDIR(status.st_mode)
+    size = shape.whole(kind)
+    return stat.S_ISREG(status.st_mode) and status.st_size >= (size or 0)
