@@ -294,6 +294,7 @@ class Proof:
     direct: bool = False
     same: bool | None = None
     error: str = ""
+    errno: int | None = None
 
 
 @dataclass

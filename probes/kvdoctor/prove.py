@@ -16,6 +16,7 @@ from typing import Any
 
 from kvdoctor.collect import tools
 from kvdoctor.facts import Facts, GpuProof, KvPath, Proof
+from kvdoctor.parse import shape
 
 DISK_BYTES = 1 << 30
 DISK_DEADLINE_S = 45.0
@@ -71,6 +72,7 @@ def disk(path: KvPath, size: int) -> Proof:
         direct=answer.get("direct") is True,
         same=answer.get("same") if isinstance(answer.get("same"), bool) else None,
         error=trouble or str(answer.get("error") or ""),
+        errno=None if trouble else shape.whole(answer.get("errno")),
     )
 
 

@@ -75,7 +75,7 @@ def frozen(scratch: Path) -> dict[str, Any]:
     sh("xfs_freeze", "-f", ice)
     try:
         started = time.monotonic()
-        facts = api.collect_host(paths=[str(healthy), str(ice)], deadline_s=1.5)
+        facts = api.collect_host(paths=[str(healthy), str(ice)], deadline_s=3.0)
         took = time.monotonic() - started
     finally:
         sh("xfs_freeze", "-u", ice)

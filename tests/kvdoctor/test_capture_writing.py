@@ -148,11 +148,11 @@ def test_a_full_file_system_has_its_own_advice(tmp_path: Path) -> None:
     (proof,) = json.loads(answer["proof"]["stdout"])["results"]
     assert proof["status"] == "fail"
     assert "No space left on device" in proof["observed"]
-    assert proof["fix"].startswith("The file system is full")
+    assert proof["fix"].startswith("The file system there is full")
     assert proof["commands"] == []
     assert answer["capture"]["rc"] == 1
     assert "No space left on device" in answer["capture"]["stderr"]
-    assert "with room" in answer["capture"]["stderr"]
+    assert "hint: the file system there is full" in answer["capture"]["stderr"]
     assert answer["left"] == ["ballast"]
 
 

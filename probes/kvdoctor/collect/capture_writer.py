@@ -8,7 +8,7 @@ Left behind is nothing. SIGTERM and SIGINT, and the end of the process that aske
 directory. After a kill -9 of this one it stays, but the lock its writer held on it is gone: the next writer to the same
 DIR removes every scratch directory beside it that nobody holds.
 
-Exits 0 when written, 3 where DIR is there and not an empty directory, 1 otherwise, with the error on stderr (its number, a blank, its words).
+Exits 0 when written, 3 where DIR is there and not an empty directory, 1 otherwise, with the error's number and words on stderr.
 """
 
 import ctypes

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 BLOCK = 4 << 20
 THREADS = 4
@@ -40,6 +41,7 @@ class Worker(threading.Thread):
         super().__init__(daemon=True)
         self.handle, self.first, self.blocks, self.content, self.mode = handle, first, blocks, content, mode
         self.error = ""
+        self.errno: int | None = None
         self.same = True
 
     def run(self) -> None:
@@ -49,7 +51,7 @@ class Worker(threading.Thread):
                 try:
                     done = self.move(buffer, number)
                 except OSError as error:
-                    self.error = f"{self.mode}: {error.strerror}"
+                    self.error, self.errno = f"{self.mode}: {error.strerror}", error.errno
                     return
                 if done != BLOCK:
                     self.error = f"short {self.mode}: {done} bytes"
@@ -66,15 +68,15 @@ class Worker(threading.Thread):
         return done
 
 
-def go(handle: int, blocks: int, content: bytes, mode: str) -> tuple[float, str, bool]:
-    """Seconds, the first error, and whether all blocks compared equal."""
+def go(handle: int, blocks: int, content: bytes, mode: str) -> tuple[float, dict[str, Any], bool]:
+    """Seconds, the first error with its number ({} when none), and whether all blocks compared equal."""
     workers = [Worker(handle, first, blocks, content, mode) for first in range(THREADS)]
     started = time.perf_counter()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    error = next((worker.error for worker in workers if worker.error), "")
+    error: dict[str, Any] = next(({"error": worker.error, "errno": worker.errno} for worker in workers if worker.error), {})
     return time.perf_counter() - started, error, all(worker.same for worker in workers)
 
 
@@ -89,16 +91,16 @@ def main() -> None:
         try:
             handle = open_nameless(folder, 0)
         except OSError as error:
-            say(error=f"open: {error.strerror}")
+            say(error=f"open: {error.strerror}", errno=error.errno)
             return
     try:
         os.posix_fallocate(handle, 0, blocks * BLOCK)
     except OSError as error:
-        say(error=f"allocate {blocks * BLOCK} bytes: {error.strerror}")
+        say(error=f"allocate {blocks * BLOCK} bytes: {error.strerror}", errno=error.errno)
         return
     seconds, wrong, _ = go(handle, blocks, content, "write")
     if wrong:
-        say(error=wrong, direct=direct)
+        say(direct=direct, **wrong)
         return
     started = time.perf_counter()
     os.fsync(handle)
@@ -108,11 +110,11 @@ def main() -> None:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     seconds, wrong, _ = go(handle, blocks, content, "read")
     if wrong:
-        say(error=wrong)
+        say(**wrong)
         return
     say(read_bytes_per_s=blocks * BLOCK / seconds)
     _, wrong, same = go(handle, blocks, content, "compare")
-    say(error=wrong, same=same and not wrong)
+    say(same=same and not wrong, **wrong)
 
 
 if __name__ == "__main__":

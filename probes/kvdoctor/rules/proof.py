@@ -1,22 +1,22 @@
 """What --prove found out: real I/O is the last word."""
 
+import errno
+
 from kvdoctor.facts import Facts, KvPath
 from kvdoctor.results import Result, command_evidence
 from kvdoctor.rules.base import check, each_path, no_gpu, result, skip
+from kvtools.errors import hint_for
 from kvtools.units import format_rate, format_size
 
-ADVICE = (
-    ("No space left on device", "The file system is full (or out of inodes): make room; the proof wants 16 MiB, the tier more."),
-    ("Disk quota exceeded", "This user's or project's quota is used up: raise it, or make room."),
-    ("Read-only file system", "Mount it read-write. If it turned read-only by itself, the kernel log has the I/O error."),
-    ("Permission denied", "Run the proof as the daemon's user, or give that user the directory."),
-    ("Operation not permitted", "Run the proof as the daemon's user, or give that user the directory."),
-    ("Not a directory", "Name a directory."),
-    ("No such file or directory", "Create the directory first."),
-    ("Invalid argument", "This file system does not take what was asked of it: see storage.odirect and storage.fs."),
-    ("Operation not supported", "This file system does not take what was asked of it: see storage.odirect and storage.fs."),
-)
-"""What to do about an error of the system's own words (the children speak the C locale)."""
+ADVICE = {
+    errno.EACCES: "Run the proof as the daemon's user, or give that user the directory.",
+    errno.EPERM: "Run the proof as the daemon's user, or give that user the directory.",
+    errno.ENOTDIR: "Name a directory.",
+    errno.ENOENT: "Create the directory first.",
+    errno.EINVAL: "This file system does not take what was asked of it: see storage.odirect and storage.fs.",
+    errno.EOPNOTSUPP: "This file system does not take what was asked of it: see storage.odirect and storage.fs.",
+}
+"""What to do about an error of the proof, besides what its number says of itself (`kvtools.errors.hint_for`)."""
 NOT_RUN = "not run: --prove does real I/O below the path"
 
 
@@ -29,9 +29,8 @@ def selfcheck(facts: Facts) -> list[Result]:
         if proof is None:
             return skip(NOT_RUN)
         if proof.error:
-            advice = next((text for words, text in ADVICE if words in proof.error), "")
-            if advice:
-                return result("fail", proof.error, fix=advice)
+            if advice := hint_for(OSError(proof.errno or 0, ""), ADVICE.get(proof.errno or 0, "")):
+                return result("fail", proof.error, fix=advice[:1].upper() + advice[1:].removesuffix(".") + ".")
             return result("fail", proof.error, fix="The kernel log names the device's error.", commands=["dmesg | tail -n 30"])
         if not proof.same:
             return result(
