@@ -10,8 +10,10 @@ error into a line on stderr and an exit status:
 Each app is made by `new_app`, so that --help, --version, --debug and the plain style are the same everywhere.
 """
 
+import errno
 import gc
 import importlib
+import io
 import os
 import re
 import sys
@@ -23,7 +25,13 @@ gc.disable()
 
 import typer  # noqa: E402
 from typer._click.core import Command, Context  # noqa: E402
-from typer._click.exceptions import ClickException, MissingParameter, NoSuchOption, UsageError  # noqa: E402
+from typer._click.exceptions import (  # noqa: E402
+    ClickException,
+    MissingParameter,
+    NoArgsIsHelpError,
+    NoSuchOption,
+    UsageError,
+)
 from typer._click.shell_completion import CompletionItem  # noqa: E402
 from typer._click.types import FloatParamType, FloatRange  # noqa: E402
 from typer.core import TyperGroup  # noqa: E402
@@ -163,6 +171,7 @@ def run(prog: str, target: str, args: list[str] | None = None) -> NoReturn:
 
 def run_words(prog: str, target: str, words: list[str]) -> int:
     """As `run`, but return the exit status and keep stdout: for a shell, whose every line is a command."""
+    _mend_streams()
     stdout = sys.stdout
     try:
         return _run(prog, target, words)
@@ -195,7 +204,7 @@ def _run(prog: str, target: str, words: list[str]) -> int:
     except KvError as error:
         return _fail(prog, error.message, error.hint, error.exit_code)
     except UsageError as error:
-        return _fail_usage(prog, error, words)
+        return _fail_usage(prog, error)
     except ClickException as error:
         return _fail(prog, error.format_message(), "", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -212,40 +221,101 @@ def _run(prog: str, target: str, words: list[str]) -> int:
         return _fail(
             prog, f"the Python package {error.name!r} is not installed", "install kvtools with the extra that brings it", Exit.USAGE
         )
+    except LostOutput as error:
+        return _fail_output(prog, error)
     except OSError as error:
         # The process edge: an operating-system error nobody nearer could explain still gets one line.
         if _debug:
             raise
-        if not error.filename and (code := _flush(prog, Exit.OK)):
-            return code  # it was the output that failed
         where = f" ({error.filename})" if error.filename else ""
         hint = hint_for(error, "run again with --debug for the traceback")
         return _fail(prog, f"{error.strerror or error}{where}", hint, Exit.FAILED)
 
 
+class LostOutput(OSError):
+    """Data for stdout reached nobody. A command may meet other operating-system errors: this one is told apart by its class."""
+
+
+class Stdout(io.TextIOWrapper):
+    """stdout whose own errors are `LostOutput`."""
+
+    def write(self, text: str, /) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise LostOutput(error.errno, error.strerror) from None
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise LostOutput(error.errno, error.strerror) from None
+
+
+class ClosedStdout(io.TextIOBase):
+    """What stands in for a stdout that was closed before the start: whoever has data for it is told so, nobody else."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        if text:
+            raise LostOutput(errno.EBADF, "it is closed")
+        return 0
+
+    def writable(self) -> bool:
+        return True
+
+
+def _fail_output(prog: str, error: LostOutput) -> int:
+    """Data that reached nobody is a failure, however well the work went."""
+    _quiet_stdout()
+    told = {
+        errno.EBADF: "leave it open, or send it to /dev/null",
+        errno.EFBIG: "the file has reached the largest size it may have (ulimit -f)",
+    }
+    hint = told.get(error.errno or 0) or hint_for(error, "send it elsewhere")
+    return _fail(prog, f"cannot write to standard output: {error.strerror or error}", hint, Exit.FAILED)
+
+
 def _flush(prog: str, code: int) -> int:
-    """Write out what stdout still holds: `code`, or the status of an output that cannot be written (a full disk)."""
+    """Write out what stdout still holds: `code`, or where that is OK the status of an output that cannot be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         _quiet_stdout()
         return Exit.PIPE
-    except OSError as error:
-        _quiet_stdout()
-        hint = "what is above is not the whole output; make room where it is written to"
-        sys.stderr.write(f"{prog}: error: cannot write to standard output: {error.strerror or error}\nhint: {hint}\n")
-        return Exit.FAILED
+    except LostOutput as error:
+        if code == Exit.OK:
+            return _fail_output(prog, error)
+        _quiet_stdout()  # what went wrong before is the more telling
     return code
 
 
 def _mend_streams() -> None:
-    """A closed stream becomes /dev/null, and what a stream's encoding lacks is written as an escape instead of raising."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - lives until the process ends
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    """Every stream is there, and what its encoding lacks is written as an escape instead of raising.
+
+    A closed one is /dev/null from here on, so that no file opened later gets its number; data for a closed stdout is an error.
+    """
+    while (low := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(low, True)
+    os.close(low)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115, PTH123 - lives until the process ends
+    out = sys.stdout
+    if out is None:
+        sys.stdout = ClosedStdout()
+    elif type(out) is io.TextIOWrapper:
+        sys.stdout = Stdout(
+            out.buffer, out.encoding, "backslashreplace", line_buffering=out.line_buffering, write_through=out.write_through
+        )
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - lives until the process ends
+    elif isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")
 
 
 def _fail(prog: str, message: str, hint: str, code: int) -> int:
@@ -261,10 +331,15 @@ def _fail(prog: str, message: str, hint: str, code: int) -> int:
     return code
 
 
-def _fail_usage(prog: str, error: UsageError, words: list[str]) -> int:
-    if not words and error.ctx is not None and not error.message.startswith("Missing"):
-        sys.stderr.write(error.ctx.get_help() + "\n")
-        return Exit.USAGE
+def usage(context: Context) -> int:
+    """A command that was given no word, and needs one: its help, as a remark and not as data, and status 2."""
+    sys.stderr.write(context.get_help() + "\n")
+    return Exit.USAGE
+
+
+def _fail_usage(prog: str, error: UsageError) -> int:
+    if isinstance(error, NoArgsIsHelpError) and error.ctx is not None:
+        return usage(error.ctx)
     message, hint = _explain(error)
     path = error.ctx.command_path if error.ctx is not None else prog
     return _fail(prog, message, hint or f"{path} --help lists what there is", Exit.USAGE)

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app
+from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app, usage
 from kvtools.ctl import tables
 from kvtools.ctl.naming import find, names_starting
 from kvtools.errors import KvError, UsageError
-from kvtools.exits import Exit
 from kvtools.output import emit, emit_json, note, printable
 from kvtools.segments import pool
 from kvtools.segments.files import SHM
@@ -64,8 +63,7 @@ def kvctl(
         from kvtools.ctl.shell import run_shell
 
         raise typer.Exit(run_shell(shm or SHM))
-    emit(ctx.get_help())
-    raise typer.Exit(Exit.USAGE)
+    raise typer.Exit(usage(ctx))
 
 
 def _patience(wait: bool, timeout: str) -> float | None:

@@ -1,6 +1,7 @@
 """Output streams as they come: closed, narrow, and messages that would move the cursor."""
 
 import os
+import shlex
 import struct
 import subprocess
 from pathlib import Path
@@ -11,40 +12,6 @@ from kvtools.errors import UsageError
 from kvtools.segments.discover import look
 from kvtools.units import parse_duration, parse_size
 from tests.support.processes import SCRIPTS, run_cli
-
-
-@pytest.mark.parametrize("words", [("kvctl", "list"), ("kvtop", "--once"), ("kvdoctor", "--version"), ("kvd", "--help")])
-def test_a_closed_stdout_is_no_traceback(words: tuple[str, ...], tmp_path: Path) -> None:
-    command = " ".join([str(SCRIPTS / words[0]), *words[1:]]) + " >&-"
-    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "KVTOOLS_SHM": str(tmp_path)})
-    assert "Traceback" not in ran.stderr
-    assert ran.returncode in (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "unbuffered"),
-    [
-        (("kvctl", "list", "--json"), ""),
-        (("kvctl", "list", "--json"), "1"),
-        (("kvctl", "--help"), ""),
-        (("kvtop", "--once"), ""),
-        (("kvdoctor", "--version"), ""),
-        (("kvd", "--help"), ""),
-        (("kvtools", "--version"), ""),
-    ],
-)
-def test_an_output_that_cannot_be_written_is_one_line(words: tuple[str, ...], unbuffered: str, tmp_path: Path) -> None:
-    (tmp_path / "POOL").write_bytes(struct.pack("=3q", 1 << 30, 0, 0))
-    env = {**os.environ, "KVTOOLS_SHM": str(tmp_path), "PYTHONUNBUFFERED": unbuffered}
-    with open("/dev/full", "w") as full:
-        ran = subprocess.run([str(SCRIPTS / words[0]), *words[1:]], stdout=full, stderr=subprocess.PIPE, text=True, env=env)
-    first, *rest = ran.stderr.splitlines()
-    assert first.startswith(f"{words[0]}: error: ")
-    assert first.endswith("No space left on device")
-    assert [line.partition(":")[0] for line in rest] == ["hint"]
-    assert ran.returncode == 1
-    if not unbuffered:
-        assert "cannot write to standard output" in first
 
 
 def test_the_shell_goes_on_after_an_output_that_was_lost(tmp_path: Path) -> None:
@@ -88,3 +55,61 @@ def test_an_owner_file_of_junk_makes_nothing_stale(tmp_path: Path) -> None:
     assert not found.leftovers
     ran = run_cli("kvctl", "--shm", str(tmp_path), "prune", "--yes")
     assert (tmp_path / "POOL").exists(), ran.stdout
+
+
+CLOSED = "cannot write to standard output: it is closed"
+FULL = "cannot write to standard output: No space left on device"
+SHOWING = [
+    ("kvctl", "list", "--json"),
+    ("kvctl", "--help"),
+    ("kvtop", "--once"),
+    ("kvtop", "--json"),
+    ("kvdoctor", "explain", "gpu.present"),
+    ("kvd", "--version"),
+    ("kvgate", "--help"),
+    ("kvtools", "completion", "bash"),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "said", "buffered"),
+    [
+        *((words, *way) for words in SHOWING for way in ((">&-", CLOSED, ""), (">/dev/full", FULL, ""))),
+        (("kvtop", "--check"), ">/dev/full", FULL, "1"),
+        (("kvd", "serve", "--show-config"), ">/dev/full", FULL, "1"),
+    ],
+)
+def test_data_that_reached_nobody_is_a_failure(
+    words: tuple[str, ...], where: str, said: str, buffered: str, tmp_path: Path
+) -> None:
+    command = shlex.join([str(SCRIPTS / words[0]), *words[1:]])
+    env = {**os.environ, "KVTOOLS_SHM": str(tmp_path), "PYTHONUNBUFFERED": buffered}
+    ran = subprocess.run(["bash", "-c", f"{command} {where} </dev/null"], capture_output=True, text=True, env=env)
+    assert ran.returncode == 1, ran.stderr
+    error, hint = ran.stderr.splitlines()
+    assert error == f"{words[0]}: error: {said}"
+    assert hint.startswith("hint: ")
+    assert "--debug" not in hint
+
+
+def test_closed_streams_hinder_nobody_who_does_not_use_them(tmp_path: Path) -> None:
+    """A file that is opened later must not get the number of a closed stream; stdin may be closed as well."""
+    record = tmp_path / "a.kvrec"
+    command = f"{SCRIPTS / 'kvtop'} --record {record} -r 0.1 --shm {tmp_path}"
+    ran = subprocess.run(
+        ["bash", "-c", f"timeout --preserve-status -s TERM 2 {command} <&- >&- 2>&-"], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert record.read_bytes().startswith(b"KVTREC\r\n")
+    ran = subprocess.run(
+        ["bash", "-c", f"{SCRIPTS / 'kvctl'} list <&- >&-"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KVTOOLS_SHM": str(tmp_path)},
+    )
+    assert (ran.returncode, ran.stderr) == (0, f"no segments in {tmp_path}\n"), "nothing to show: nothing is lost"
+
+
+def test_a_lost_output_keeps_the_status_of_what_went_wrong(tmp_path: Path) -> None:
+    ran = subprocess.run(["bash", "-c", f"{SCRIPTS / 'kvctl'} --shm {tmp_path} show nosuch >&-"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr.splitlines()[0]) == (3, "kvctl: error: no segment named nosuch")
