@@ -25,6 +25,7 @@ PREFIXES = ("KVD_", "KVTOOLS_", "KVTOP_", "KVCTL_", "KVDOCTOR_", "KVGATE_", "INF
 COMMON = (
     Setting("debug", environment=("KVTOOLS_DEBUG",), help="not empty: a traceback with an error"),
     Setting("no_color", environment=("NO_COLOR",), help="not empty: no colour"),
+    Setting("shm", default="/dev/shm", environment=("KVTOOLS_SHM",), help="folder of segments, also for daemons and engines"),  # noqa: S108
     Setting("force_color", environment=("FORCE_COLOR",), help="not empty: colour also without a terminal"),
 )
 SOURCES = (
@@ -91,9 +92,10 @@ def settings(environ: Mapping[str, str]) -> Iterator[Row]:
             values = {}
         yield from _rows(reader, declared, environ, values)
     yield from _rows("kvgate serve", GATE, environ)
+    common = {name for setting in COMMON for name in setting.environment}
     for script, target, _ in COMMANDS.values():
         if script:
-            yield from _options(script, load(target), environ)
+            yield from (row for row in _options(script, load(target), environ) if not common & set(row.variables))
 
 
 def _named(target: str) -> Any:

@@ -28,8 +28,9 @@ from pathlib import Path
 from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError, hint_for
 from kvtools.output import printable
 
-SHM = Path("/dev/shm")  # noqa: S108 - shared memory is the subject, not a place for scratch
-"""Where segments lie. kvcached has the same folder hard-coded."""
+SHM = Path(os.environ.get("KVTOOLS_SHM") or "/dev/shm")  # noqa: S108 - shared memory is the subject, not a place for scratch
+"""Where segments lie: $KVTOOLS_SHM, read once and here alone, for every command, daemon and engine. kvcached has /dev/shm
+hard-coded, so another folder parts a toolkit from its engines."""
 
 MAX_NAME_BYTES = 255
 """The kernel's limit for one path component."""

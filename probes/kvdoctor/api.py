@@ -35,18 +35,20 @@ def collect_host(
     want: int | None = None,
     progress: Callable[[str], None] | None = None,
     recorder: Any = None,
+    shm: Path | None = None,
 ) -> Facts:
     """Look at this host, or at one whose tree is mounted at `root` (then no command of ours is asked about it).
 
     `paths` are KV directories (default: what the environment or a running kvd names, else the current directory). With
-    `run_tools=False` nothing is executed. `want` is how many bytes each path should hold. Never takes longer than
+    `run_tools=False` nothing is executed. `want` is how many bytes each path should hold, `shm` the
+    folder of segments where it is another than this process's own. Never takes longer than
     `deadline_s` plus a second, whatever hangs; raises TimedOut where a file of the host itself never answers, and UsageError
     for a path that is empty.
     """
     from kvdoctor.collect.host import collect
     from kvdoctor.collect.source import Source
 
-    source = Source(root, run_tools=run_tools and str(root) == "/", deadline_s=deadline_s, recorder=recorder)
+    source = Source(root, run_tools=run_tools and str(root) == "/", deadline_s=deadline_s, recorder=recorder, shm=shm)
     return _bounded(
         source, deadline_s, lambda: collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
     )

@@ -439,6 +439,7 @@ class SegmentFact:
     age_s: float | None = None
     """Seconds since its writer's last heartbeat."""
     values: dict[str, float] = field(default_factory=dict)
+    folder: str = "/dev/shm"  # noqa: S108 - where it was found
 
 
 @dataclass

@@ -100,6 +100,11 @@ def test_mandoc_finds_nothing_to_say() -> None:
     assert (lint.returncode, lint.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_folder_of_segments_is_in_every_page(script: str) -> None:
+    assert ".It Ev KVTOOLS_SHM" in section(source(script), "ENVIRONMENT")
+
+
 def test_every_variable_of_the_daemon_is_in_its_page() -> None:
     text = "\n".join(section(source("kvd"), "ENVIRONMENT"))
     ours = {name for setting in SETTINGS for name in setting.environment if name.startswith("KVD_")}

@@ -12,7 +12,6 @@ from kvdoctor.collect.source import Source
 from kvdoctor.facts import SegmentFact
 from kvdoctor.parse import shape
 
-SHM = "/dev/shm"  # noqa: S108 - the folder that is read
 KEPT = (
     *("corruptions_total", "gets_total", "hits_total", "entries", "arena_bytes_used", "arena_bytes_limit", "quarantine_bytes"),
     *("leases_revoked_total", "evictions_unwritten_total", "rejections_total", "draining", "connections"),
@@ -80,7 +79,7 @@ FROZEN_S = 10.0
 
 def collect_segments(source: Source) -> list[SegmentFact]:
     """Segments of this host, or of a capture."""
-    answer = source.value("segments", lambda: scan(Path(source.host_path(SHM)), time.time_ns()))
+    answer = source.value("segments", lambda: scan(Path(source.host_path(source.shm)), time.time_ns()))
     found = []
     for row in shape.objects(answer):
         values = shape.mapping(row.get("values"))
@@ -90,6 +89,7 @@ def collect_segments(source: Source) -> list[SegmentFact]:
                 kind=str(row.get("kind", "")),
                 health=str(row.get("health", "")),
                 detail=str(row.get("detail", "")),
+                folder=source.shm,
                 age_s=shape.number(row.get("age_s")),
                 values={name: number for name, value in values.items() if (number := shape.number(value)) is not None},
             )

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, Protocol
 
 from kvdoctor.collect import tools
 from kvdoctor.facts import ToolRun
+from kvtools.segments.files import SHM
 
 MAX_READ = 4 << 20
 MAX_LINKS = 40
@@ -93,8 +94,12 @@ class Source:
         tool_deadline_s: float = 5.0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        shm: Path | None = None,
     ) -> None:
         self.root = "" if str(root) == "/" else str(root).rstrip("/")
+        # What this process's environment says of segments says nothing of another host's.
+        self.shm = str(shm or (SHM if commands is None and not self.root else "/dev/shm"))  # noqa: S108 - the folder that is read
+        """The folder of the host in which segments lie."""
         self.commands = commands
         self.live = commands is None
         self.foreign = self.live and bool(self.root)

@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Facts, SegmentFact
 from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import SHM, check, result, skip
+from kvdoctor.rules.base import check, result, skip
 from kvtools.units import format_size
 
 BAD = {
@@ -19,7 +19,7 @@ def segments(facts: Facts) -> Result | list[Result]:
         return skip("no segment of this toolkit in shared memory")
     found = []
     for segment in facts.segments:
-        evidence = [file_evidence(f"{SHM}/{segment.name}", segment.detail)]
+        evidence = [file_evidence(f"{segment.folder}/{segment.name}", segment.detail)]
         what = segment.kind if segment.kind in ("pool", "segment", "folder") else f"{segment.kind} segment"
         if segment.health not in BAD:
             found.append(result("pass", f"{what}: {segment.detail}", scope=segment.name, evidence=evidence))
