@@ -99,7 +99,8 @@ def _look_at_stats(root: Path, found: Found) -> None:
 
 def _look_for_orphans(root: Path, found: Found) -> None:
     """Sidecars without a pool, and the hidden files of stats writers that died while making them."""
-    pools = {p.name for p in found.pools} | {p.name for p in found.problems}
+    # What only looks like a segment protects no owner file: nobody else could ever remove it.
+    pools = {p.name for p in found.pools} | {p.name for p in found.problems if not isinstance(p.error, pool.NotAPool)}
     for name in sorted(path.name for path in root.iterdir()):
         if name.startswith(f".{STATS_PREFIX}"):
             if _unlocked(root / name):

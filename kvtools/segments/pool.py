@@ -29,7 +29,6 @@ from kvtools.segments.files import (
     SHM,
     SIDECAR_SUFFIX,
     STATS_PREFIX,
-    Denied,
     check_name,
     explain,
     flock,
@@ -51,6 +50,10 @@ SIZE = WORDS.size
 
 class Changed(KvError):
     """The limit was not what the caller expected to replace: somebody else wrote it in between. Nothing was written."""
+
+
+class NotAPool(Unreachable):
+    """A file that cannot be a pool segment: of another size, or with words no pool has."""
 
 
 class PoolReading(NamedTuple):
@@ -90,7 +93,7 @@ class PoolReading(NamedTuple):
 
 
 class PoolProblem(NamedTuple):
-    """A file that has a pool segment's size but could not be read: its name, and why."""
+    """A file that should be a pool segment and could not be read as one: its name, and why."""
 
     name: str
     error: KvError
@@ -183,7 +186,7 @@ class PoolFile:
         _check_size(self.name, status)
         limit, used, prealloc = words = WORDS.unpack(os.pread(self._fd, SIZE, 0))
         if any(not 0 <= word < MAX_BYTES for word in words):
-            raise Unreachable(
+            raise NotAPool(
                 f"{printable(self.name)} is not a pool segment: its words are {limit}, {used}, {prealloc}",
                 hint="a pool segment holds limit, used and prealloc in bytes, each from 0 to below 1 PiB",
             )
@@ -213,30 +216,44 @@ def read_pool(name: str, *, root: Path = SHM, timeout_s: float = LOCK_TIMEOUT_S)
 def list_pools(root: Path = SHM, *, timeout_s: float = LOCK_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> PoolListing:
     """All pool segments in `root`, sorted by name.
 
-    What is not a segment is passed over in silence; a file that looks like one but cannot be opened, or stays locked, is
-    reported in `unreadable`. `timeout_s` bounds the whole call, not each file: one stuck engine delays a listing once.
+    What is no segment by name or size is passed over in silence. What should be one and cannot be read is in `unreadable`: it
+    cannot be opened, stays locked, holds words no pool can have, or has an owner file and is no longer what its owner made.
+    `timeout_s` bounds the whole call, not each file: one stuck engine delays a listing once.
     """
     listing = PoolListing([], [])
     deadline = clock() + timeout_s
-    for name in candidates(root):
+    for name in _expected(root):
         try:
             listing.pools.append(read_pool(name, root=root, timeout_s=max(deadline - clock(), 0.0)))
         except (NotFound, UsageError):
             continue  # gone since the folder was read, or a name no segment has
-        except (TimedOut, Denied) as error:
+        except (TimedOut, Unreachable) as error:
             listing.unreadable.append(PoolProblem(name, error))
-        except Unreachable:
-            continue  # its words are not a pool's
     return listing
 
 
 def candidates(root: Path = SHM) -> list[str]:
     """Names in `root` that may be pool segments by name, kind and size; contents unseen. Raises Unreachable without a folder."""
-    names = []
+    return _scan(root)[0]
+
+
+def _expected(root: Path) -> list[str]:
+    """The candidates, and whatever else has an owner file: truncated, or something else in a segment's place."""
+    names, owned, others = _scan(root)
+    return sorted([*names, *(owned & others)])
+
+
+def _scan(root: Path) -> tuple[list[str], set[str], set[str]]:
+    """(candidates, names that have an owner file, names of other things in `root`)."""
+    names: list[str] = []
+    owned: set[str] = set()
+    others: set[str] = set()
     try:
         with os.scandir(root) as entries:
             for entry in entries:
                 if not is_pool_name(entry.name):
+                    if entry.name.endswith(SIDECAR_SUFFIX) and not entry.name.startswith("."):
+                        owned.add(entry.name.removesuffix(SIDECAR_SUFFIX))
                     continue
                 try:
                     status = entry.stat(follow_symlinks=False)
@@ -244,9 +261,11 @@ def candidates(root: Path = SHM) -> list[str]:
                     continue  # gone since the folder was read
                 if stat.S_ISREG(status.st_mode) and status.st_size == SIZE:
                     names.append(entry.name)
+                else:
+                    others.add(entry.name)
     except OSError as error:
         raise Unreachable(f"cannot read {root}: {error.strerror}", hint="shared memory must be mounted there") from None
-    return sorted(names)
+    return sorted(names), owned, others
 
 
 def create_pool(
@@ -325,6 +344,6 @@ def remove(name: str, *, root: Path = SHM, timeout_s: float = LOCK_TIMEOUT_S) ->
 
 def _check_size(name: str, status: os.stat_result) -> None:
     if status.st_size != SIZE:
-        raise Unreachable(
+        raise NotAPool(
             f"{printable(name)} is not a pool segment: {status.st_size} bytes", hint=f"a pool segment is exactly {SIZE} bytes"
         )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError
-from kvtools.segments import pool
+from kvtools.segments import owner, pool
 
 GOLDEN = bytes.fromhex("0000000002000000 000000c000000000 0000001000000000")
 """kvcached's own bytes for limit 8 GiB, used 3 GiB, prealloc 256 MiB."""
@@ -106,7 +106,7 @@ def test_words_out_of_range_are_no_segment(tmp_path_factory: pytest.TempPathFact
     else:
         with pytest.raises(Unreachable, match="not a pool segment"):
             pool.read_pool("x", root=root)
-        assert pool.list_pools(root) == pool.PoolListing([], [])
+        assert pool.list_pools(root).pools == []
 
 
 @given(data=st.binary(max_size=64))
@@ -116,10 +116,31 @@ def test_garbage_never_does_more_than_be_refused(tmp_path_factory: pytest.TempPa
     try:
         reading = pool.read_pool("x", root=root)
     except Unreachable:
-        assert pool.list_pools(root).pools == []
+        found = pool.list_pools(root)
+        # What has a segment's size and cannot be one is named: it is somebody's segment, damaged.
+        assert (found.pools, [p.name for p in found.unreadable]) == ([], ["x"] if len(data) == pool.SIZE else [])
     else:
         assert struct.pack("=qqq", reading.limit_bytes, reading.used_bytes, reading.prealloc_bytes) == data
-    assert pool.list_pools(root).unreadable == []
+        assert pool.list_pools(root).unreadable == []
+
+
+@pytest.mark.parametrize("data", [struct.pack("=qqq", -5, 1, 1), struct.pack("=qqq", 1, 1 << 50, 1), b"\xff" * 24])
+def test_impossible_words_are_a_problem_and_no_pool(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").write_bytes(data)
+    listing = pool.list_pools(tmp_path)
+    assert listing.pools == []
+    assert "x is not a pool segment: its words are" in listing.unreadable[0].error.message
+
+
+@pytest.mark.parametrize("left", [b"", b"12345", b"\0" * 30])
+def test_what_has_an_owner_file_and_is_no_segment_any_more_is_a_problem(tmp_path: Path, left: bytes) -> None:
+    pool.create_pool("cut", 1 << 30, root=tmp_path)
+    with owner.OwnerLock.acquire("cut", owner.OwnerInfo(engine="vllm"), root=tmp_path):
+        (tmp_path / "cut").write_bytes(left)
+        (tmp_path / "stranger").write_bytes(left)
+        listing = pool.list_pools(tmp_path)
+        assert [p.name for p in listing.unreadable] == ["cut"]
+        assert f"cut is not a pool segment: {len(left)} bytes" in listing.unreadable[0].error.message
 
 
 @given(first=st.integers(0, 2**50 - 1), limit=st.integers(0, 2**50 - 1), used=st.integers(0, 2**50 - 1))
@@ -233,7 +254,7 @@ def test_an_unreadable_segment_is_reported_and_not_a_crash(tmp_path: Path) -> No
     code = f"""
 import os
 from pathlib import Path
-from kvtools.segments import pool
+from kvtools.segments import owner, pool
 root = Path({str(root)!r})
 if os.getuid() == 0:
     os.setgid(65534); os.setuid(65534)
