@@ -16,6 +16,7 @@ from kvtop.screens.dashboard import Dashboard, Options
 from kvtop.snapshot import (
     Gpu,
     LimitNote,
+    Problem,
     Process,
     Segment,
     Series,
@@ -196,6 +197,25 @@ def host(tick: int = 0, segments: int = 3, **changed: object) -> Snapshot:
         **changed,
     }
     return Snapshot(time_s=START_S + tick, mono_s=float(tick), **fields)  # type: ignore[arg-type]
+
+
+def foreign(tick: int) -> Snapshot:
+    """The busy host, with names from everywhere: every text that comes from outside holds letters that are not ASCII."""
+    name = "名前-é-👩‍👩-" + "ü" * 60
+    there = host(tick)
+    labelled = tuple(
+        change(one, labels=tuple((key, f"{value}-日本") for key, value in one.labels), help="größe 大きさ") for one in _KVD
+    )
+    return change(
+        there,
+        host=name,
+        segments=tuple(change(one, name=f"{n}{name}", model=name, engine=name, devices=(name,), story=name) for n, one in
+                       enumerate(there.segments)),
+        stats=(change(kvd(tick, tier_breaker_open__nvme0=1), schema=labelled, instance="模型"),),
+        gpus=(change(there.gpus[0], name=name, used_bytes=-1),),
+        processes=tuple(change(one, command=name, user=name, holds=(name,), state="死") for one in there.processes),
+        problems=(Problem(source=name, message=name),),
+    )  # fmt: skip
 
 
 def showcase(tick: int) -> Snapshot:

@@ -1,6 +1,7 @@
 """What changes something outside kvtop: asked first, done exactly, refused when things moved, and gone under --readonly."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from kvtop.record import Writer
 from kvtop.replay import Player
 from kvtop.screens.changes import DeleteDialog, LimitDialog, delete_lines, limit_preview, write_limit
 from kvtop.screens.dashboard import Dashboard, Options
+from kvtop.screens.dialogs import help_lines
 from kvtop.screens.main import MainScreen
 from kvtop.source import Source
-from kvtop.text import ASCII, plain
+from kvtop.text import ASCII, plain, width_of
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB, MIB, segment
 
@@ -267,3 +269,138 @@ def test_every_binding_under_readonly_leaves_shared_memory_as_it_was(shm: Path) 
 
     asyncio.run(run())
     assert {path.name: path.read_bytes() for path in shm.iterdir()} == before
+
+
+# --- small screens -----------------------------------------------------------------------------------------------------
+
+
+def _words(app: Dashboard) -> str:
+    """The text on the screen as one line, without the frames that break it."""
+    rows = [row.strip().strip("│╭╮╰╯─").strip() for row in scenes.grid_text(app)]
+    return " ".join(" ".join(rows).split())
+
+
+@pytest.mark.parametrize("size", [(40, 10), (30, 10), (80, 24)])
+def test_warnings_of_a_limit_are_read_whole_on_small_screens(size: tuple[int, int]) -> None:
+    async def run() -> None:
+        made = scenes.model(1, lambda tick: scenes.change(scenes.host(tick), segments=(segment(),)))
+        app = scenes.dashboard(made, view="segments")
+        async with app.run_test(size=size) as pilot:
+            await pilot.press("l", *"20G")
+            await pilot.pause()
+            assert "the engine holds 12 GiB more than that and has to give it back first" in _words(app)
+            await pilot.press("enter")
+            await pilot.pause()
+            assert "the engine holds 12 GiB more than that and has to give it back first" in _words(app)
+            assert "write it? y yes N no" in _words(app), "the question is never below the edge"
+            await pilot.press("n", "l", *"70G")
+            await pilot.pause()
+            assert "above what it reserved at start (64 GiB): it cannot use the rest" in _words(app)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [(40, 10), (80, 24)])
+def test_what_deleting_would_do_is_read_whole_on_small_screens(size: tuple[int, int]) -> None:
+    async def run() -> None:
+        made = scenes.model(1, lambda tick: scenes.change(scenes.host(tick), segments=(segment(),)))
+        app = scenes.dashboard(made, view="segments")
+        async with app.run_test(size=size) as pilot:
+            await pilot.press("d")
+            await pilot.pause()
+            told = _words(app)
+            assert "type its name to delete it: llama-70b" in told
+            assert "its engine is alive (pid 4711 runs)" in told
+            assert "without its segment it cannot be limited or seen, and engines of kvcached up to 0.1.5 crash" in told
+            await pilot.press("x", "enter")
+            await pilot.pause()
+            assert "that is not its name: nothing was deleted" in _words(app)
+
+    asyncio.run(run())
+
+
+def test_what_does_not_fit_even_so_is_counted_and_scrolls() -> None:
+    async def run() -> None:
+        made = scenes.model(1, lambda tick: scenes.change(scenes.host(tick), segments=(segment(),)))
+        app = scenes.dashboard(made, view="segments")
+        async with app.run_test(size=(34, 8)) as pilot:
+            await pilot.press("d")
+            await pilot.pause()
+            assert "type its name to delete it:" in _words(app)
+            assert re.search(r"[0-9] more: PgDn", _words(app))
+            assert "limit 48 GiB" not in _words(app)
+            await pilot.press("pagedown")
+            await pilot.pause()
+            assert "limit 48 GiB" in _words(app)
+            assert app.screen.field.has_focus, "and typing goes on"
+
+    asyncio.run(run())
+
+
+def test_every_word_of_the_help_can_be_read() -> None:
+    """At any width; the scrollbar covers none of it, and the end can be reached."""
+    for width in (30, 36, 76, 118, 126):
+        lines = help_lines(KEYS, width)
+        assert max(width_of(line) for line in lines) <= width
+        text = "\n".join(plain(line) for line in lines)
+        assert all(word in text for key in KEYS for word in key.help.split()), width
+        assert "…" not in text
+
+    async def run() -> None:
+        app = scenes.dashboard(scenes.model(3), view="segments")
+        async with app.run_test(size=(40, 10)) as pilot:
+            await pilot.press("question_mark")
+            await pilot.pause()
+            assert "this list, for the view you are in" in _words(app).replace("▁", " ").replace("  ", " ")
+            await pilot.press(*["pagedown"] * 12)
+            await pilot.pause()
+            assert "Esc closes." in _words(app)
+
+    asyncio.run(run())
+
+
+# --- the log -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("keys", [("l", *"6G", "enter", "y"), ("d", *"engine", "minus", "a", "enter")])
+def test_what_was_done_here_is_in_the_log_once(shm: Path, keys: tuple[str, ...]) -> None:
+    async def run() -> list[str]:
+        app, model = _on(shm)
+        source = Source(root=shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press(*keys)
+            await _settle(app, pilot)
+            for _ in range(3):
+                app.main.take(source.read())
+            return [f"{event.level} {event.text}" for event in model.log if event.subject == "engine-a"]
+
+    told = asyncio.run(run())
+    assert told == ["info limit 8 GiB -> 6 GiB written" if keys[0] == "l" else "info deleted, it had 3 GiB of 8 GiB in use"]
+
+
+@pytest.mark.real("segments")
+def test_what_somebody_else_did_is_in_the_log_also_after_ours(shm: Path) -> None:
+    async def run() -> list[str]:
+        app, model = _on(shm)
+        source = Source(root=shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press("l", *"6G", "enter", "y")
+            await _settle(app, pilot)
+            app.main.take(source.read())
+            for limit in (8, 6):
+                pool.write_limit("engine-a", limit * GIB, root=shm)
+                app.main.take(source.read())
+            # Ours that fails promises nothing: what is then seen is told.
+            await pilot.press("l", *"7G", "enter")
+            pool.write_limit("engine-a", 5 * GIB, root=shm)
+            await pilot.press("y")
+            await _settle(app, pilot)
+            pool.write_limit("engine-a", 7 * GIB, root=shm)
+            app.main.take(source.read())
+            return [event.text for event in model.log if event.subject == "engine-a"]
+
+    told = asyncio.run(run())
+    assert told[:3] == ["limit 8 GiB -> 6 GiB written", "limit 6 GiB -> 8 GiB", "limit 8 GiB -> 6 GiB"]
+    assert "by now" in told[3]
+    assert told[4:] == ["limit 6 GiB -> 7 GiB"]

@@ -1,6 +1,9 @@
 """The headless twins: text at any width, JSON that stays JSON, an exit status to alert on, and the settings behind them all."""
 
 import json
+import shlex
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,19 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtools.errors import UsageError
+from kvtools.errors import KvError, UsageError
 from kvtools.exits import Exit
 from kvtools.segments import pool
 from kvtop import settings as config
-from kvtop.once import check_status, document, once_lines, write_screen
+from kvtop.once import check_status, document, once_lines, print_check, print_once, write_screen
 from kvtop.query import Filter
-from kvtop.record import Writer
+from kvtop.record import FILE_HEADER, KEY_EVERY, MAGIC, VERSION, Writer
+from kvtop.recording import Recording
 from kvtop.snapshot import Snapshot
-from kvtop.text import ASCII, plain, width_of
+from kvtop.text import ASCII, width_of
 from kvtop.views import VIEWS
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB
-from tests.support.processes import SCRIPTS, Ran, run_python
+from tests.support.processes import SCRIPTS, Ran, run_python, wait_until
 
 Cli = Callable[..., Ran]
 
@@ -36,10 +40,16 @@ def test_text_fits_any_width_and_misses_no_row(view: str, width: int) -> None:
     assert len(lines) >= 2 + len(rows) - (not rows)
 
 
-def test_ascii_text_is_ascii() -> None:
-    model = scenes.model(20, glyphs=ASCII)
+@pytest.mark.parametrize("width", [1, 7, 20, 40, 80, 120, 300])
+def test_ascii_text_is_ascii_whatever_it_is_about(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut cells, names from anywhere, alerts about them: as wide as ever, and not one other character."""
+    model = scenes.model(20, scenes.foreign, glyphs=ASCII)
     for view in VIEWS.values():
-        assert all(plain(line).isascii() for line in once_lines(model, view, 120, Filter(), view.order))
+        print_once(model, view, Filter(), view.order, width)
+    print_check(model)
+    text = capsys.readouterr().out
+    assert text.isascii()
+    assert all(len(line) <= width for line in text.partition("health ")[0].splitlines())
 
 
 def test_the_document_says_what_kvctl_list_says_and_more() -> None:
@@ -143,9 +153,13 @@ def test_with_r_two_readings_give_rates(cli: Cli, shm: Path) -> None:
         (["--once", "--view", "segmets"], 2, "no view named 'segmets'"),
         (["--once", "--theme", "pink"], 2, "no theme named 'pink'"),
         (["--once", "--sort", "colour"], 2, "no column 'colour'"),
+        (["--once", "--filter", "used>"], 2, "filter 'used>': no number stands behind used>"),
+        (["--json", "--filter", "nosuch>1"], 2, "no column 'nosuch' here"),
+        (["--export-svg", "/tmp/x", "--filter", "!"], 2, "nothing stands behind the exclamation mark"),
         (["--once", "--alert", "x>y"], 2, "not a number"),
         (["--once", "--replay", "/nonexistent"], 3, "no recording /nonexistent"),
         (["--once", "--at", "03:10"], 2, "--at needs --replay"),
+        (["--once", "--record", "x", "--replay", "y"], 2, "--record and --replay do not go together"),
         (["--once", "--metrics", "ftp://x"], 2, "not an engine's address"),
         (["--record", "/proc/x"], 1, "cannot record to /proc/x"),
         (["--record", "x", "--record-max", "1K"], 2, "--record-max is too small"),
@@ -182,22 +196,80 @@ def test_a_recording_is_printed_and_drawn(cli: Cli, tmp_path: Path) -> None:
     assert picture.read_text() == before, "the same recording, the same picture"
 
 
-@pytest.mark.real("segments")
-def test_recording_without_a_screen_until_told_to_stop(shm: Path, tmp_path: Path) -> None:
-    path = tmp_path / "a.kvrec"
-    ran = run_python(
-        "import signal, subprocess, sys, time\n"
-        f"words = [{str(SCRIPTS / 'kvtop')!r}, '--record', {str(path)!r}, '-r', '0.1', '--shm', {str(shm)!r}]\n"
-        "p = subprocess.Popen(words, stdin=subprocess.DEVNULL)\n"
-        "time.sleep(1.5); p.send_signal(signal.SIGTERM); sys.exit(p.wait(5))"
-    )
-    assert ran.rc == 0, ran.stderr
-    from kvtop.record import Recording
+def _readings(path: Path) -> int:
+    try:
+        recording = Recording(path)
+    except KvError:
+        return 0
+    try:
+        return len(recording)
+    finally:
+        recording.close()
 
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_recording_without_a_screen_until_told_to_stop(shm: Path, tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "a.kvrec"
+    words = [SCRIPTS / "kvtop", "--record", path, "-r", "0.1", "--shm", shm]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: _readings(path) >= 3, timeout_s=30, what="three readings")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (Exit.INTERRUPTED if number == signal.SIGINT else Exit.OK, "", "")
     recording = Recording(path)
     assert len(recording) >= 3
-    assert {segment.name for segment in recording.at(0).segments} == {"engine-a", "engine-b"}
+    assert recording.damage == []
+    assert recording._where[-1][1] < path.stat().st_size, "the last reading is whole"
+    assert {segment.name for segment in recording.at(len(recording) - 1).segments} == {"engine-a", "engine-b"}
     recording.close()
+
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("words", [[], ["--once"], ["--json"], ["--check", "--alert", "segment.share=off"]])
+def test_a_reading_that_could_not_be_recorded_is_a_failure(shm: Path, tmp_path: Path, words: list[str]) -> None:
+    """The kernel's own limit for files, as `ulimit -f 1` sets it: the file takes its header and no more."""
+    path = tmp_path / "a.kvrec"
+    command = shlex.join(map(str, [SCRIPTS / "kvtop", "--record", path, "--shm", shm, *words]))
+    # The limit is in units of 1 KiB: fill the file to it first.
+    path.write_bytes(FILE_HEADER.pack(MAGIC, VERSION, 0, 0) + b"\0" * 1000)
+    ran = subprocess.run(["bash", "-c", f"ulimit -f 1; {command} </dev/null"], capture_output=True, text=True, timeout=30)
+    assert ran.returncode == Exit.FAILED
+    error, hint = ran.stderr.splitlines()
+    assert error.startswith("kvtop: error: the reading was not recorded to ")
+    assert error.endswith("a.kvrec: File too large")
+    assert hint.startswith("hint: free some room")
+    assert bool(ran.stdout) == bool(words), "what was asked for is printed all the same"
+
+
+@pytest.mark.real("segments")
+def test_a_damaged_recording_is_shown_and_is_a_failure(cli: Cli, tmp_path: Path) -> None:
+    path, picture = tmp_path / "a.kvrec", tmp_path / "a.svg"
+    with Writer(path) as writer:
+        for tick in range(KEY_EVERY + 9):
+            writer.write(scenes.host(tick))
+    data = bytearray(path.read_bytes())
+    data[3000] ^= 0x40
+    path.write_bytes(data)
+    env = {"TZ": "UTC", "COLUMNS": "150"}
+    for words in (["--once"], ["--json"], ["--export-svg", picture]):
+        ran = cli("kvtop", *words, "--replay", path, env=env)
+        assert ran.rc == Exit.FAILED
+        assert ran.stderr.startswith(f"kvtop: error: recording {path} is damaged at byte ")
+        assert "readings between 2026-01-01 00:00:" in ran.stderr
+        assert "and 00:05:01 cannot be shown" in ran.stderr
+        assert len(ran.stderr.splitlines()) == 1
+    assert picture.read_text().startswith("<svg ")
+    damage = cli("kvtop", "--json", "--replay", path, env=env)
+    (told,) = json.loads(damage.stdout)["recording"]["damage"]
+    assert (told["until_s"] - scenes.START_S, told["file"]) == (KEY_EVERY + 1, str(path))
+    there = cli("kvtop", "--once", "--replay", path, "--at", "00:05:01", env=env).stdout
+    assert "WARN  recording  " in there, "the first reading after it says so too"
+    assert "is damaged at byte" in there
+    outside = cli("kvtop", "--once", "--replay", path, "--at", "12:00", env=env)
+    assert (outside.rc, outside.stdout) == (Exit.NOT_FOUND, "")
+    assert "12:00 is not in " in outside.stderr
+    assert "hint: it holds 2026-01-01 00:00:00 to 00:05:08" in outside.stderr
 
 
 def test_text_and_json_never_import_textual(shm: Path) -> None:

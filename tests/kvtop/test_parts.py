@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtools.devices import Device
-from kvtools.errors import UsageError
+from kvtools.errors import NotFound, UsageError
 from kvtop.engines import Engines, check_url, fetch, parse
 from kvtop.gpus import EVERY_S, NONE_EVERY_S, Gpus
 from kvtop.reader import Reader
@@ -248,7 +248,11 @@ def test_times_are_found(player: Player, monkeypatch: pytest.MonkeyPatch) -> Non
         assert player.find("2026-01-01 00:01") == 60
         assert player.find("00:01:05") == 65
         assert player.find("00:17") == 120
-        assert player.find("23:59") == 0, "the day before: the beginning"
+        for outside in ("23:59", "2026-01-02 00:01", "2025-12-31 23:59:59", "2030-01-01T12:00"):
+            with pytest.raises(NotFound, match=f"{outside} is not in ") as caught:
+                player.find(outside)
+            assert caught.value.hint.startswith("it holds 2026-01-01 00:00:00 to 00:"), "with what there is"
+        assert player.find("2026-01-01 00:00") == 0, "the minute it begins in"
         assert "00:00:00" in player.where()
         with pytest.raises(UsageError, match="not a time"):
             player.find("yesterday")

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtop.query import parse_filter
+from kvtools.errors import UsageError
+from kvtop.query import check_filter, parse_filter
 
 COLUMNS = frozenset({"name", "state", "used", "share", "model"})
 ROW = {"name": "vllm_A", "state": "live", "used": 3 << 30, "share": 81.5, "model": "meta/llama", "pid": None}
@@ -56,3 +57,36 @@ def test_any_text_is_a_filter(text: str) -> None:
 @given(st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=10))
 def test_a_word_and_its_negation_are_opposites(word: str) -> None:
     assert parse_filter(word, COLUMNS).matches(ROW) is not parse_filter(f"!{word}", COLUMNS).matches(ROW)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("used>", "no number stands behind used>"),
+        ("share>=", "no number stands behind share>="),
+        ("used>lots", "'lots' is no number, percentage or size"),
+        ("used>>1", "'>1' is no number"),
+        ("used<-1", "'-1' is no number"),
+        ("state=live", "(for words: state:live)"),
+        ("nosuch>3", "no column 'nosuch' here; columns: name, state, used, share, model"),
+        (">3", "no column stands before >"),
+        ("!used>", "no number stands behind used>"),
+        ("llama used>", "no number stands behind used>"),
+        ("!", "nothing stands behind the exclamation mark"),
+        ("llama |", "nothing stands beside the bar"),
+        ("|", "nothing stands beside the bar"),
+    ],
+)
+def test_what_nobody_can_mean_is_said(text: str, words: str) -> None:
+    columns = ["name", "state", "used", "share", "model"]
+    assert words in parse_filter(text, columns).problem
+    with pytest.raises(UsageError) as caught:
+        check_filter(text, columns)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "llama", "model:a=b", "used>80%", "limit:x", "tier=disk0", "!used<4GiB", "a b | !c", "http://x"]
+)
+def test_what_can_be_meant_is_no_error(text: str) -> None:
+    assert check_filter(text, ["name", "used", "model"]).problem == ""

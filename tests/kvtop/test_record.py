@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -14,24 +15,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtools.errors import KvError, NotFound, Refused, TimedOut, UsageError
+from kvtop.model import Model
 from kvtop.record import (
     FILE_HEADER,
     KEY,
     KEY_EVERY,
     MAGIC,
     RECORD,
+    RETRY_S,
     VERSION,
     Recorder,
-    Recording,
     Writer,
     apply,
     difference,
     flatten,
     rebuild,
 )
+from kvtop.recording import Recording
 from kvtop.settings import load as load_settings
 from kvtop.snapshot import Process, Snapshot
 from tests.kvtop import scenes
+from tests.support.processes import run_python
 
 CASES = Path(__file__).resolve().parents[1] / "cases" / "kvtop"
 
@@ -92,7 +96,7 @@ def test_what_was_recorded_is_read_back_in_any_order(tmp_path: Path) -> None:
     _write(path, snapshots)
     recording = Recording(path)
     assert len(recording) == len(snapshots)
-    assert recording.damaged == 0
+    assert recording.damage == []
     for index in [0, 1, 299, 300, 301, 10, 619, 618, 49, 50, 51, 5]:
         assert _leaves(recording.at(index)) == _leaves(snapshots[index]), index
     assert [round(t - scenes.START_S) for t in recording.times[:3]] == [0, 1, 2]
@@ -152,21 +156,93 @@ def test_a_torn_tail_is_left_out_at_every_length(tmp_path: Path) -> None:
         recording.close()
 
 
-def test_a_damaged_record_costs_its_stream_and_no_more(tmp_path: Path) -> None:
+def _offsets(data: bytes) -> list[int]:
+    """Where each record begins."""
+    offsets, offset = [], FILE_HEADER.size
+    while offset < len(data):
+        offsets.append(offset)
+        offset += RECORD.size + RECORD.unpack_from(data, offset)[0]
+    return offsets
+
+
+_LENGTH, _CHECK, _KIND, _TIME, _PAYLOAD = 0, 4, 8, 9, RECORD.size
+
+
+@pytest.mark.parametrize("field", [_LENGTH, _LENGTH + 1, _LENGTH + 3, _CHECK, _KIND, _TIME + 7, _PAYLOAD, _PAYLOAD + 9])
+@pytest.mark.parametrize("flip", [0xFF, 0x01])
+def test_a_flipped_byte_costs_its_stream_and_no_more_and_says_where(tmp_path: Path, field: int, flip: int) -> None:
+    """In whatever field of a record: a wrong length too is found out, and what follows is found again."""
     path = tmp_path / "a.kvrec"
     _write(path, [scenes.host(tick) for tick in range(KEY_EVERY + 30)])
     data = bytearray(path.read_bytes())
-    offset = FILE_HEADER.size
-    for _ in range(10):
-        offset += RECORD.size + RECORD.unpack_from(data, offset)[0]
-    data[offset + RECORD.size + 2] ^= 0xFF
+    offset = _offsets(data)[10]
+    data[offset + field] ^= flip
     path.write_bytes(data)
     recording = Recording(path)
-    assert recording.damaged == 1
     times = [round(t - scenes.START_S) for t in recording.times]
-    assert times[:10] == list(range(10))
-    assert times[10:] == list(range(KEY_EVERY + 1, KEY_EVERY + 30)), "on from the next key record"
+    assert times == [*range(10), *range(KEY_EVERY + 1, KEY_EVERY + 30)], "on from the next key record"
     assert _leaves(recording.at(12)) == _leaves(scenes.host(times[12]))
+    (damage,) = recording.damage
+    assert (damage.offset, damage.place, damage.path) == (offset, 10, path)
+    assert damage.lost == KEY_EVERY - 9
+    assert (damage.after_s, damage.until_s) == (scenes.START_S + 9, scenes.START_S + KEY_EVERY + 1)
+    recording.close()
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_damage_at_either_end(tmp_path: Path, which: str) -> None:
+    path = tmp_path / "a.kvrec"
+    _write(path, [scenes.host(tick) for tick in range(9)])
+    data = bytearray(path.read_bytes())
+    offset = _offsets(data)[0 if which == "first" else -1]
+    data[offset + _PAYLOAD + 3] ^= 0x10
+    path.write_bytes(data)
+    if which == "first":
+        with pytest.raises(KvError, match=f"damaged at byte {offset}: none of its readings can be shown") as caught:
+            Recording(path)
+        assert caught.value.exit_code == 1
+        return
+    recording = Recording(path)
+    (damage,) = recording.damage
+    assert (len(recording), damage.lost, damage.place, damage.until_s) == (8, 1, 8, 0.0)
+    assert "at least 1 reading after " in str(damage)
+    recording.close()
+
+
+def test_a_damaged_name_hides_nothing_and_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvrec"
+    _write(path, [scenes.host(tick) for tick in range(3)])
+    data = bytearray(path.read_bytes())
+    data[2] ^= 0x20
+    path.write_bytes(data)
+    recording = Recording(path)
+    assert len(recording) == 3
+    assert str(recording.damage[0]) == f"{path} is damaged at byte 0: nothing is lost"
+    recording.close()
+
+
+def test_a_torn_record_that_was_written_on_behind_costs_itself(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvrec"
+    _write(path, [scenes.host(tick) for tick in range(5)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert Recording(path).damage == [], "a writer that was killed"
+    _write(path, [scenes.host(9)])
+    recording = Recording(path)
+    assert [round(t - scenes.START_S) for t in recording.times] == [0, 1, 2, 3, 9]
+    assert [one.lost for one in recording.damage] == [1]
+    recording.close()
+
+
+def test_a_file_made_to_cost_hours_costs_a_moment(tmp_path: Path) -> None:
+    """Hundreds of thousands of headers that each claim megabytes, none of them sound."""
+    path = tmp_path / "a.kvrec"
+    _write(path, [scenes.host(0)])
+    trap = RECORD.pack(4 << 20, 0, KEY, scenes.START_S)
+    path.write_bytes(path.read_bytes() + b"\xff" * 64 + trap * ((8 << 20) // len(trap)))
+    begun = time.process_time()
+    recording = Recording(path)
+    assert time.process_time() - begun < 20, "seconds of CPU; without a bound an hour"
+    assert (len(recording), len(recording.damage)) == (1, 1)
     recording.close()
 
 
@@ -225,8 +301,10 @@ def test_what_is_no_recording_is_said(tmp_path: Path) -> None:
 
 def test_two_recorders_of_one_file_and_a_link_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.kvrec"
-    with Writer(path), pytest.raises(TimedOut):
+    with Writer(path), pytest.raises(TimedOut) as caught:
         Writer(path)
+    assert caught.value.message == f"process {os.getpid()} records to {path} already"
+    assert caught.value.hint == "name another file"
     link = tmp_path / "link"
     link.symlink_to(path)
     with pytest.raises(OSError, match="symbolic"):
@@ -258,16 +336,86 @@ def test_rotation_keeps_within_the_limit_and_reads_both_files(tmp_path: Path) ->
     recording.close()
 
 
-def test_a_full_disk_stops_the_recording_and_says_so(tmp_path: Path) -> None:
-    recorder = Recorder(Writer(tmp_path / "a.kvrec"))
-    recorder(scenes.host(0))
+def test_a_full_disk_is_counted_told_and_tried_again(tmp_path: Path) -> None:
+    path, now = tmp_path / "a.kvrec", [0.0]
+    recorder = Recorder(Writer(path), mono=lambda: now[0])
+    model = Model(own=recorder.alerts)
+
+    def tick(number: int) -> None:
+        now[0] += 1.0
+        recorder(scenes.host(number))
+        model.take(scenes.host(number))
+
+    for number in (0, 1):
+        tick(number)
     assert recorder.words().startswith("REC ")
-    os.close(recorder._writer._fd)
+    assert (recorder.problem, recorder.alerts(), recorder.verdict(), model.health) == ("", [], None, "OK")
+
+    whole = recorder._writer._fd
     recorder._writer._fd = os.open("/dev/full", os.O_WRONLY)
-    recorder(scenes.host(1))
-    assert "recording stopped" in recorder.words()
-    recorder(scenes.host(2))
+    for number in range(2, 6):
+        tick(number)
+    assert recorder.problem == "No space left on device"
+    assert recorder.lost == 4
+    assert model.health == "WARN"
+    (alert,) = model.alerts
+    assert (alert.subject, "(4 readings): No space left" in alert.text) == ("recording", True)
+    told = [event.text for event in model.log if event.subject == "recording"]
+    assert len(told) == 1, "once, not at every reading"
+    assert "(1 reading): No space left on device" in told[0]
+
+    os.close(recorder._writer._fd)
+    recorder._writer._fd = whole
+    tick(6)
+    assert recorder.problem, "the disk is left alone for a while"
+    now[0] += RETRY_S
+    for number in (7, 8):
+        tick(number)
+    assert (recorder.problem, recorder.lost, model.health) == ("", 5, "OK")
+    assert [event.text for event in model.log if event.subject == "recording"][1:] == ["works again"]
     recorder.close()
+    recorder(scenes.host(9))
+    lacking = recorder.verdict()
+    assert lacking is not None
+    assert lacking.message.startswith(f"5 of 9 readings were not recorded to {path}, the first at ")
+    assert lacking.message.endswith(": No space left on device")
+
+    recording = Recording(path)
+    assert ([round(t - scenes.START_S) for t in recording.times], recording.damage) == ([0, 1, 7, 8], [])
+    assert [_leaves(recording.at(i)) for i in range(4)] == [_leaves(scenes.host(tick)) for tick in (0, 1, 7, 8)]
+    recording.close()
+
+
+def test_a_disk_that_fills_up_inside_a_record_leaves_whole_records(tmp_path: Path) -> None:
+    """A real limit of the kernel (RLIMIT_FSIZE), hit in the middle of a write, in a process of its own; then it is lifted."""
+    path = tmp_path / "a.kvrec"
+    code = (
+        "import resource; from pathlib import Path; from kvtop.record import Recorder, Writer; from tests.kvtop import scenes\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        f"recorder = Recorder(Writer(Path({str(path)!r})), mono=lambda: 0.0)\n"
+        "recorder(scenes.host(0))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (recorder._writer.size + 40, hard))\n"
+        "recorder(scenes.host(1, segments=9)); print(recorder.problem)\n"
+        "recorder._again = 0.0; resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))\n"
+        "recorder(scenes.host(2)); recorder.close(); print(recorder.verdict().message)"
+    )
+    ran = run_python(code)
+    assert (ran.rc, ran.stdout.splitlines()[0]) == (0, "File too large"), ran.stderr
+    assert ran.stdout.splitlines()[1].startswith("1 of 3 readings were not recorded to ")
+    recording = Recording(path)
+    assert ([round(t - scenes.START_S) for t in recording.times], recording.damage) == ([0, 2], [])
+    recording.close()
+
+
+def test_a_file_that_rotation_could_not_begin_hides_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.kvrec"
+    _write(path, [scenes.host(0), scenes.host(1)])
+    path.rename(tmp_path / "a.kvrec.1")
+    for left in (b"", MAGIC[:3], FILE_HEADER.pack(MAGIC, VERSION, 0, 0)):
+        path.write_bytes(left)
+        recording = Recording(path)
+        assert (len(recording), recording.damage) == (2, [])
+        recording.close()
 
 
 @pytest.mark.real("segments")

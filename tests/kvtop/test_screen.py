@@ -13,6 +13,7 @@ from kvtop.palette import PALETTES
 from kvtop.screens.dashboard import Dashboard, Options
 from kvtop.snapshot import Snapshot, Stats
 from kvtop.text import ASCII, safe
+from kvtop.views import VIEWS
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB, segment
 
@@ -260,13 +261,32 @@ def test_the_palette_finds_views_and_commands_by_name() -> None:
     asyncio.run(run())
 
 
-def test_ascii_reaches_every_corner_of_the_screen() -> None:
-    """Frames, scrollbars, dialogs, toasts: nothing but ASCII anywhere, whatever is open."""
+@pytest.mark.parametrize("size", [(40, 10), (80, 24), (200, 50), (17, 6)])
+def test_ascii_reaches_every_corner_of_the_screen(size: tuple[int, int]) -> None:
+    """Frames, scrollbars, dialogs, toasts, names from anywhere: nothing but ASCII, in every view, whatever is open."""
+
+    def odd(app: Dashboard) -> set[str]:
+        return {char for row in scenes.grid_text(app) for char in row if not char.isascii()}
 
     async def run() -> None:
-        model = scenes.model(40, lambda tick: scenes.host(tick, segments=60), glyphs=ASCII)
-        app = scenes.dashboard(model, view="segments")
-        async with app.run_test(size=(100, 24), notifications=True) as pilot:
+        model = scenes.model(40, scenes.foreign, glyphs=ASCII)
+        model.note("warn", "名前", "größe")
+        check = Check("shm.größe", "limits", "fail", "名前", "é" * 200, "1 GiB", "ü", "大", "日本", "P")
+        model.doctor = Diagnosis("not-ready", "usable", (check,), "größer", 0, 1.0)
+        app = scenes.dashboard(model)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            for view in VIEWS:
+                app.main.action_view(view)
+                await pilot.pause()
+                assert not odd(app), view
+                await pilot.press("enter")
+                await pilot.pause()
+                assert not odd(app), f"{view}, zoomed"
+            app.main.take(None, "größer als 名前" * 9)
+            await pilot.pause()
+            assert not odd(app), "the head line"
+            app.main._changed("名前" * 30, "warn", "größe " * 30)
+            app.main.action_view("segments")
             for keys in (
                 (),
                 ("F",),
@@ -274,15 +294,15 @@ def test_ascii_reaches_every_corner_of_the_screen() -> None:
                 ("question_mark",),
                 ("escape", "colon"),
                 ("escape", "l"),
+                ("escape", "d"),
                 ("escape", "s"),
                 ("escape", "slash"),
             ):
                 await pilot.press(*keys)
-                if keys == ("F",):
+                if keys == ("F",) and size[1] > 20:
                     await _until(pilot, lambda: "the cursor follows" in "\n".join(scenes.grid_text(app)))
                 await pilot.pause()
-                odd = {char for row in scenes.grid_text(app) for char in row if not char.isascii()}
-                assert not odd, keys
+                assert not odd(app), (keys, [row for row in scenes.grid_text(app) if not row.isascii()])
 
     asyncio.run(run())
 

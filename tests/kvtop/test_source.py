@@ -141,8 +141,30 @@ def test_garbage_beside_good_things_costs_one_line_each(tmp_path: Path, writer: 
     snapshot = _read(tmp_path)
     assert [segment.name for segment in snapshot.segments] == ["good"]
     assert [one.instance for one in snapshot.stats] == ["0123456789ab"]
-    assert sorted(problem.source for problem in snapshot.problems) == ["kvtools.kvd.broken000000", "kvtools.kvd.short0000000"]
+    assert sorted(problem.source for problem in snapshot.problems) == [
+        "kvtools.kvd.broken000000",
+        "kvtools.kvd.short0000000",
+        "twentyfourbytes",
+    ]
     assert all("\n" not in problem.message for problem in snapshot.problems)
+
+
+@pytest.mark.parametrize("left", [b"", b"12345", b"\xff" * 24, b"\0" * 4096])
+def test_a_segment_that_was_damaged_under_us_is_a_problem_until_it_is_gone(tmp_path: Path, left: bytes) -> None:
+    """Without an owner file, too: what was a segment a moment ago and is a file still was damaged, not removed."""
+    for name in ("cut", "whole"):
+        pool.create_pool(name, GIB, root=tmp_path)
+    source = Source(root=tmp_path)
+    assert len(source.read().segments) == 2
+    (tmp_path / "cut").write_bytes(left)
+    for _ in range(3):
+        snapshot = source.read()
+        assert [segment.name for segment in snapshot.segments] == ["whole"]
+        ((name, message),) = [(problem.source, problem.message) for problem in snapshot.problems]
+        assert (name, "is not a pool segment" in message) == ("cut", True)
+    (tmp_path / "cut").unlink()
+    assert source.read().problems == ()
+    source.close()
 
 
 def test_a_stuck_lock_costs_its_segment_and_a_bounded_moment(tmp_path: Path) -> None:

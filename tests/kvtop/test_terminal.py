@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 import uuid
@@ -13,6 +14,7 @@ import pytest
 
 from kvtools.segments import owner, pool
 from kvtools.segments.stats import Metric, StatsWriter
+from kvtop.recording import Recording
 from tests.kvtop.scenes import GIB, MIB
 from tests.support.processes import SCRIPTS, wait_until
 
@@ -29,6 +31,8 @@ class Tmux:
         self._socket = f"kvt-{uuid.uuid4().hex[:8]}"
         self.folder = folder
         self.size = size
+        self.before = ""
+        """What the shell does first, such as `ulimit -f 4; `."""
 
     def run(self, *words: str) -> str:
         done = subprocess.run(["tmux", "-L", self._socket, *words], capture_output=True, text=True, timeout=10)
@@ -39,12 +43,19 @@ class Tmux:
         # COLUMNS and LINES are exported on purpose: some shells do, and the screen must follow the terminal all the same.
         given = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "COLUMNS": "80", "LINES": "24", **environment}
         settings = " ".join(f"{name}={value}" for name, value in given.items())
-        command = f"env -u NO_COLOR {settings} {SCRIPTS / 'kvtop'} {' '.join(words)}; echo $? > {self.folder / 'rc'}; sleep 60"
+        command = (
+            f"{self.before}env -u NO_COLOR {settings} {SCRIPTS / 'kvtop'} {' '.join(words)} 2> {self.folder / 'err'};"
+            f" echo $? > {self.folder / 'rc'}; sleep 60"
+        )
         self.run("-f", "/dev/null", "new-session", "-d", "-x", str(self.size[0]), "-y", str(self.size[1]), command)
 
     def keys(self, *names: str) -> None:
         for name in names:
             self.run("send-keys", name)
+
+    def burst(self, *words: str) -> None:
+        """All of it in one write to the terminal."""
+        self.run("send-keys", *words)
 
     def screen(self, *options: str) -> str:
         return self.run("capture-pane", "-p", *options)
@@ -62,6 +73,10 @@ class Tmux:
         path = self.folder / "rc"
         wait_until(lambda: path.exists() and path.read_text().strip(), what="the end of kvtop")
         return int(path.read_text())
+
+    def said(self) -> str:
+        """What kvtop wrote on stderr."""
+        return (self.folder / "err").read_text()
 
     def close(self) -> None:
         self.run("kill-server")
@@ -92,6 +107,80 @@ def _metrics() -> list[Metric]:
         *(Metric(name, "counter", "", "") for name in ("hits_total", "misses_total", "get_bytes_total", "set_bytes_total")),
         *(Metric(name, "gauge", "bytes", "") for name in ("arena_bytes_used", "arena_bytes_limit")),
     ]
+
+
+def _pid(shm: Path) -> int:
+    (path,) = (path for path in Path("/proc").iterdir() if path.name.isdigit() and _is_ours(path, shm))
+    return int(path.name)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10)])
+def test_a_full_disk_is_seen_told_and_the_status(
+    terminal: Callable[[int, int], Tmux], shm: Path, tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """The kernel's own limit for files stands in for a full disk; it is hit while everybody looks on, in the middle of a record."""
+    pool.create_pool("engine-a", 8 * GIB, used_bytes=GIB, root=shm)
+    screen = terminal(*size)
+    screen.before = "ulimit -f 2; "
+    screen.start("-r", "0.1", "--shm", str(shm), "--record", str(tmp_path / "a.kvrec"))
+    text = screen.until("NO REC|not recorded: File too large")
+    assert "▲ WARN" in text.splitlines()[0]
+    assert re.search("NO REC|not recorded", text.splitlines()[0])
+    screen.until("recording.*nothing")
+    screen.keys("6")
+    screen.until("recording +nothing reco")
+    screen.keys("3")
+    assert re.search("NO REC|not recorded", screen.until("no daemon").splitlines()[0]), "in every view"
+    screen.keys("q")
+    assert screen.left() == 1
+    error, hint = screen.said().splitlines()
+    assert re.fullmatch(
+        r"kvtop: error: [0-9]+ of [0-9]+ readings were not recorded to .*/a.kvrec, the first at [0-9:]{8}: File too large", error
+    )
+    assert hint.startswith("hint: free some room")
+    recording = Recording(tmp_path / "a.kvrec")
+    assert len(recording) >= 1
+    assert recording.damage == []
+    recording.close()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_a_signal_ends_a_recording_whole(
+    terminal: Callable[[int, int], Tmux], shm: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    pool.create_pool("engine-a", 8 * GIB, used_bytes=GIB, root=shm)
+    screen = terminal(80, 24)
+    screen.start("-r", "0.1", "--shm", str(shm), "--record", str(tmp_path / "a.kvrec"))
+    screen.until("REC [0-9]")
+    os.kill(_pid(shm), number)
+    assert screen.left() == status
+    assert screen.said() == ""
+    wait_until(lambda: "REC" not in screen.screen(), what="the terminal's own screen")
+    recording = Recording(tmp_path / "a.kvrec")
+    assert recording.at(len(recording) - 1).segments[0].name == "engine-a"
+    assert recording.damage == []
+    recording.close()
+
+
+def test_a_burst_of_keys_reaches_what_it_opens(terminal: Callable[[int, int], Tmux], shm: Path) -> None:
+    """Many keys in one write, as a paste or a script sends them."""
+    for name in ("engine-a", "engine-b"):
+        pool.create_pool(name, 8 * GIB, used_bytes=GIB * (1 + (name == "engine-b")), root=shm)
+    screen = terminal(80, 24)
+    screen.start("-r", "0.5", "--shm", str(shm), "--view", "segments")
+    screen.until("engine-b")
+    screen.burst("/used>1.5G", "Enter")
+    screen.until("1 of 2")
+    screen.burst("l", "6G", "Enter", "y")
+    wait_until(lambda: pool.read_pool("engine-b", root=shm).limit_bytes == 6 * GIB, what="the limit in the segment")
+    screen.burst("Escape")
+    screen.until("2 rows")
+    screen.burst("/engine-a", "Enter", "d", "engine-a", "Enter")
+    wait_until(lambda: not (shm / "engine-a").exists(), what="the end of the segment")
+    screen.burst(":tiers", "Enter")
+    screen.until("no daemon publishes")
+    screen.burst(":quit", "Enter")
+    assert screen.left() == 0
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50)])

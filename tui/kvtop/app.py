@@ -69,7 +69,7 @@ Theme = Annotated[
     _option("--theme", metavar="NAME", help="dusk, paper, safe (colour-blind), contrast, ansi or mono.", autocompletion=_themes),
 ]
 ShowConfig = Annotated[bool, _option("--show-config", help="Print each setting and where it came from.")]
-Shm = Annotated[Path, _option("--shm", metavar="DIR", help="Where segments lie.")]
+Shm = Annotated[Path, _option("--shm", metavar="DIR", help="Where segments lie (default KVTOOLS_SHM, else /dev/shm).")]
 Metrics = Annotated[
     list[str] | None, _option("--metrics", metavar="ADDRESS", help="Also read this engine's /metrics (HOST:PORT); may be repeated.")
 ]

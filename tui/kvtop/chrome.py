@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtools.output import visible_width
 from kvtop.alerts import CRITICAL, EMPTY, OK, WARNING
 from kvtop.keys import VIEWS, Key, shown, usable
 from kvtop.model import Model
@@ -29,6 +30,11 @@ class State:
     shown: int = 0
     total: int = 0
     recording: str = ""
+    """What is being recorded ('REC 12 MiB'); empty when nothing is."""
+    unrecorded: str = ""
+    """Why a recording has stopped; empty when it has not."""
+    damaged: str = ""
+    """That the recording shown is damaged ('damaged in 2 places'); empty when it is whole."""
 
 
 def frame_rows(height: int) -> tuple[int, int]:
@@ -51,42 +57,65 @@ def head(model: Model, state: State, width: int, rows: int) -> list[Line]:
 
 
 def _head(model: Model, state: State, width: int) -> Line:
+    """Chip, health and host at the left; at the right what matters, then what is good to know as far as there is room.
+
+    On a narrow screen the clock goes first, then the other words from the end; then what matters is said in short, and the host's
+    name is cut. What is wrong stays to the last column.
+    """
     snapshot = model.snapshot
     left: list[Span] = [Span(" kvtop ", "chip"), Span(" ")]
-    if snapshot is None:
-        left.append(Span("reading", "dim"))
-    else:
-        left += [health_mark(model), Span("  " + safe(snapshot.host), "bold")]
+    left.append(Span("reading", "dim") if snapshot is None else health_mark(model))
+    host = safe(snapshot.host) if snapshot is not None else ""
+    room = width - width_of(tuple(left))
+    full, brief = _loud(model, state)
+    said = full if _taken(full) + 2 + min(visible_width(host), 12) <= room else brief
+    while len(said) > 1 and _taken(said) > room:
+        said = said[:-1]
+    space = room - _taken(said) - 2
+    if host and (space >= 6 or space >= visible_width(host)):
+        left.append(Span("  " + clip_text(host, space, model.glyphs.ellipsis), "bold"))
+    rest = _quiet(model, state, alone=not said)
+    while rest and _taken([*said, *rest]) + width_of(tuple(left)) > width:
+        rest.pop()
+    right = [part for word in (*said, *rest) for part in (Span("  "), word)]
+    if width_of(tuple(left)) + width_of(tuple(right)) >= width:
+        return fit((*left, *right), width, ellipsis=model.glyphs.ellipsis)
+    return spread(tuple(left), tuple(right), width)
+
+
+def _taken(words: Sequence[Span]) -> int:
+    """Columns that words take, each with the gap before it."""
+    return sum(visible_width(word.text) + 2 for word in words)
+
+
+def _loud(model: Model, state: State) -> tuple[list[Span], list[Span]]:
+    """What nobody may miss, most important first: in full, and in short."""
+    warn = model.glyphs.warn
+    words = [
+        (f"{warn} {state.banner}" if state.banner else "", f"{warn} {clip_text(state.banner, 16, model.glyphs.ellipsis)}", "warn"),
+        (f"{warn} not recorded: {state.unrecorded}" if state.unrecorded else "", f"{warn} NO REC", "warn"),
+        (f"{warn} {state.damaged}" if state.damaged else "", f"{warn} DAMAGED", "warn"),
+        (f"REPLAY {state.replay}" if state.replay else "", f"REPLAY{state.replay.rpartition('  ')[2]:>6}", "accent"),
+        ("PAUSED" if state.paused else "", "PAUSED", "warn"),
+    ]
+    said = [(safe(full), safe(brief), style) for full, brief, style in words if full]
+    return [Span(full, style) for full, _, style in said], [Span(brief, style) for _, brief, style in said]
+
+
+def _quiet(model: Model, state: State, *, alone: bool) -> list[Span]:
+    """What is good to know, most important first."""
     words: list[Span] = []
-    if state.banner:
-        words.append(Span(f"{model.glyphs.warn} {state.banner}", "warn"))
-    if state.replay:
-        words.append(Span(f"REPLAY {state.replay}", "accent"))
-    if state.paused:
-        words.append(Span("PAUSED", "warn"))
     if state.recording:
         words.append(Span(state.recording, "accent"))
     if state.readonly:
         words.append(Span("read-only", "dim"))
-    if snapshot is not None:
-        if not words:
-            words.append(Span(census(snapshot, model), "dim"))
+    if model.snapshot is not None:
+        if alone and not words:
+            words.append(Span(census(model.snapshot, model), "dim"))
         if not state.replay:
             words.append(Span(f"every {model.interval_s:g} s", "dim"))
-            words.append(Span(time.strftime("%H:%M:%S", time.localtime(snapshot.time_s)), "bold"))
-    # What matters most stands first; on a narrow screen words go from the end of the list, the clock first of all.
-    while words and width_of(tuple(left)) + sum(len(word.text) + 2 for word in words) > width:
-        if len(words) == 1:
-            room = width - width_of(tuple(left)) - 2
-            words = (
-                [Span(clip_text(words[0].text, room, model.glyphs.ellipsis), words[0].style)] if room > 3 and state.banner else []
-            )
-            break
-        words.pop()
-    right: list[Span] = []
-    for word in words:
-        right += [Span("  "), word]
-    return fit(spread(tuple(left), tuple(right), width), width)
+            words.append(Span(time.strftime("%H:%M:%S", time.localtime(model.snapshot.time_s)), "bold"))
+    return words
 
 
 def health_mark(model: Model) -> Span:

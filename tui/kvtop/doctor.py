@@ -6,6 +6,9 @@ the command kvdoctor's. kvdoctor is part of the same package but may be missing 
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+from kvtools.segments.files import SHM
 
 DEADLINE_S = 5.0
 
@@ -39,13 +42,13 @@ class Diagnosis:
     problem: str = ""
 
 
-def examine() -> Diagnosis:
-    """Look at this host. Takes up to `DEADLINE_S` and never raises."""
+def examine(shm: Path = SHM) -> Diagnosis:
+    """Look at this host, with its segments in `shm`. Takes up to `DEADLINE_S` and never raises."""
     begun = time.monotonic()
     try:
         from kvdoctor.api import collect_host, judge
 
-        report = judge(collect_host(run_tools=False, deadline_s=DEADLINE_S))
+        report = judge(collect_host(run_tools=False, deadline_s=DEADLINE_S, shm=shm))
     except Exception as error:  # noqa: BLE001 - the thread's edge: whatever a host does to the doctor, the dashboard goes on
         return Diagnosis("unknown", "unknown", (), "", time.time(), time.monotonic() - begun, f"{type(error).__name__}: {error}")
     checks = tuple(

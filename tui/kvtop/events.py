@@ -14,6 +14,7 @@ from kvtop.snapshot import DEAD, FRESH, GONE, LIVE, SILENT, Segment, Snapshot, S
 
 KEPT = 1000
 INFO, WARN, CRIT = "info", "warn", "crit"
+REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ def changes(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]
     yield from _sources(before, after)
 
 
+def limit_text(before_bytes: int, after_bytes: int) -> str:
+    """How a changed limit is told."""
+    return f"limit {format_size(before_bytes)} -> {format_size(after_bytes)}"
+
+
 def _segments(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]]:
     old = {segment.name: segment for segment in before.segments}
     new = {segment.name: segment for segment in after.segments}
@@ -43,14 +49,14 @@ def _segments(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str
         else:
             yield from _segment(old[name], segment)
     for name in old.keys() - new.keys():
-        yield (INFO if old[name].owner == DEAD else WARN), name, "removed"
+        yield (INFO if old[name].owner == DEAD else WARN), name, REMOVED
 
 
 def _segment(old: Segment, new: Segment) -> Iterator[tuple[str, str, str]]:
     if old.limit_bytes != new.limit_bytes:
         note = new.limits[-1] if new.limits != old.limits and new.limits else None
         who = f" by {note.by}" if note and note.by and note.limit_bytes == new.limit_bytes else ""
-        yield INFO, new.name, f"limit {format_size(old.limit_bytes)} -> {format_size(new.limit_bytes)}{who}"
+        yield INFO, new.name, limit_text(old.limit_bytes, new.limit_bytes) + who
     if old.owner == LIVE and new.owner == DEAD:
         yield WARN, new.name, f"its engine died (pid {old.pid})" if old.pid else "its engine died"
     elif old.owner != LIVE and new.owner == LIVE:
@@ -125,10 +131,7 @@ def _connector(was: Stats, now: Stats) -> Iterator[tuple[str, str, str]]:
         yield WARN, now.name, "lost its daemon: the engine serves on, cold"
     elif old.get("daemon_up") == 0 and new.get("daemon_up"):
         yield INFO, now.name, "has its daemon again"
-    for name, text in (
-        ("load_failures_total", "loads failed and were recomputed"),
-        ("errors_total", "errors inside the connector"),
-    ):
+    for name, text in _CONNECTOR_FAULTS:
         grown = new.get(name, 0.0) - old.get(name, 0.0)
         if grown > 0 and was.pid == now.pid:
             yield WARN, now.name, f"{grown:,.0f} {text}"

@@ -24,8 +24,9 @@ from kvtop.daemon import Daemon, Tier, histograms, quantiles
 from kvtop.model import Model
 from kvtop.palette import ANSI
 from kvtop.query import Filter
+from kvtop.replay import Player
 from kvtop.snapshot import Segment, Stats
-from kvtop.text import Line, Span, fit, plain, safe, spread
+from kvtop.text import Glyphs, Line, Span, fit, plain, safe, spread
 from kvtop.views.base import View, level_mark
 
 SCHEMA = "kvtop/1"
@@ -36,14 +37,14 @@ def terminal_width() -> int:
     return max(1, shutil.get_terminal_size((80, 24)).columns)
 
 
-def paint(line: Line, stream: TextIO) -> str:
+def paint(line: Line, stream: TextIO, glyphs: Glyphs) -> str:
     """A line as text for `stream`, with colour where it takes colour; trailing blanks go."""
     if not wants_color(stream):
-        return plain(line).rstrip()
+        return glyphs.spell(plain(line)).rstrip()
     out = []
     for part in line:
-        code = ANSI.get(part.style, "")
-        out.append(f"\033[{code}m{part.text}\033[0m" if code and part.text.strip() else part.text)
+        code, text = ANSI.get(part.style, ""), glyphs.spell(part.text)
+        out.append(f"\033[{code}m{text}\033[0m" if code and text.strip() else text)
     return "".join(out).rstrip()
 
 
@@ -57,7 +58,7 @@ def once_lines(model: Model, view: View, width: int, chosen: Filter, order: Orde
     lines += view.above(model, width, 10_000)
     rows = arrange(view.rows(model), chosen, order)
     if not rows:
-        empty = f"nothing matches {chosen.text}" if chosen.text else view.empty
+        empty = f"nothing matches {chosen.text}" if chosen.text else view.empty(model)
         return [*lines, fit((Span(empty, "dim"),), width)]
     fitted = fit_columns(view.columns, width)
     lines.append(header(fitted, order, model.glyphs))
@@ -67,15 +68,15 @@ def once_lines(model: Model, view: View, width: int, chosen: Filter, order: Orde
 def print_once(model: Model, view: View, chosen: Filter, order: Order, width: int) -> None:
     """`kvtop --once`."""
     for line in once_lines(model, view, width, chosen, order):
-        sys.stdout.write(paint(fit(line, width), sys.stdout) + "\n")
+        sys.stdout.write(paint(fit(line, width), sys.stdout, model.glyphs) + "\n")
 
 
 def print_check(model: Model) -> Exit:
     """`kvtop --once --check`: one line an alert, and the status: 0 when there is none, else 1."""
-    sys.stdout.write(paint((Span("health "), health_mark(model)), sys.stdout) + "\n")
+    sys.stdout.write(paint((Span("health "), health_mark(model)), sys.stdout, model.glyphs) + "\n")
     for alert in model.alerts:
         line = (level_mark(alert.level, model), Span(f"  {safe(alert.subject)}  ", "bold"), Span(safe(alert.text)))
-        sys.stdout.write(paint(line, sys.stdout) + "\n")
+        sys.stdout.write(paint(line, sys.stdout, model.glyphs) + "\n")
     return check_status(model)
 
 
@@ -84,9 +85,29 @@ def check_status(model: Model) -> Exit:
     return Exit.FAILED if model.health in (CRITICAL, WARNING) else Exit.OK
 
 
-def print_json(model: Model) -> None:
+def print_json(model: Model, player: Player | None = None) -> None:
     """`kvtop --json`."""
-    emit_json(SCHEMA, document(model))
+    emit_json(SCHEMA, document(model) | ({"recording": _recording(player)} if player is not None else {}))
+
+
+def _recording(player: Player) -> dict[str, object]:
+    first_s, last_s = player.span
+    return {
+        "file": str(player.path),
+        "readings": player.length,
+        "first_s": first_s,
+        "last_s": last_s,
+        "damage": [
+            {
+                "file": str(one.path),
+                "offset": one.offset,
+                "lost_readings": one.lost,
+                "after_s": one.after_s or None,
+                "until_s": one.until_s or None,
+            }
+            for one in player.damage
+        ],
+    }
 
 
 def document(model: Model) -> dict[str, object]:

@@ -4,12 +4,12 @@
     used>80%         a number compared (also < >= <= = !=)      limit<4G       sizes as everywhere
     !dead            not                                        a b | c        (a and b) or c
 
-Matching ignores case. A text that makes no sense as a comparison is looked for as plain text, so that typing
-never turns into an error. Pure.
+Matching ignores case. On the screen a text that makes no sense as a comparison is looked for as plain text, so that typing never
+turns into an error; `Filter.problem` says what is wrong with it. Words of a command line are finished: there it is an error. Pure.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvtools.errors import UsageError
@@ -19,6 +19,8 @@ Value = str | float | int | None
 """What a cell is worth for sorting and filtering."""
 
 _COMPARE = re.compile(r"([a-z_]+)(>=|<=|!=|=|>|<)(.+)", re.IGNORECASE)
+_COMPARED = re.compile(r"([^<>=!:]*)(>=|<=|!=|=|>|<)(.*)")
+"""What looks like a comparison, finished or not."""
 _PLAIN = re.compile(r"[0-9]+(\.[0-9]+)?", re.ASCII)
 TESTS: dict[str, Callable[[float, float], bool]] = {
     ">": lambda a, b: a > b,
@@ -59,23 +61,37 @@ class Filter:
 
     text: str = ""
     choices: tuple[tuple[Term, ...], ...] = ()
+    problem: str = ""
+    """What about it cannot be meant as it stands; empty when nothing."""
 
     def matches(self, values: Mapping[str, Value]) -> bool:
         """Whether a row with these cells is shown."""
         return not self.choices or any(all(term.holds(values) for term in terms) for terms in self.choices)
 
 
-def parse_filter(text: str, columns: frozenset[str]) -> Filter:
+def parse_filter(text: str, columns: Collection[str]) -> Filter:
     """The filter meant by `text` in a table with these columns. Never raises."""
-    choices = []
+    choices, problems = [], []
     for choice in text.split("|"):
-        terms = tuple(_term(word, columns) for word in choice.split() if word.strip("!"))
+        words = choice.split()
+        terms = tuple(_term(word, columns) for word in words if word.strip("!"))
+        problems += [said for word in words if (said := _wrong(word, columns))]
         if terms:
             choices.append(terms)
-    return Filter(text, tuple(choices))
+        elif text.strip() and not words:
+            problems.append("nothing stands beside the bar")
+    return Filter(text, tuple(choices), problems[0] if problems else "")
 
 
-def _term(word: str, columns: frozenset[str]) -> Term:
+def check_filter(text: str, columns: Collection[str]) -> Filter:
+    """`parse_filter` for words that nobody goes on typing. Raises UsageError where they cannot be meant."""
+    found = parse_filter(text, columns)
+    if found.problem:
+        raise UsageError(f"filter {text!r}: {found.problem}", hint="write word, column:word, used>80%, limit<4G, !not or a | b")
+    return found
+
+
+def _term(word: str, columns: Collection[str]) -> Term:
     negated = word.startswith("!")
     body = word[1:] if negated else word
     if found := _COMPARE.fullmatch(body):
@@ -87,6 +103,24 @@ def _term(word: str, columns: frozenset[str]) -> Term:
     if colon and rest and head.lower() in columns:
         return Term(rest.lower(), head.lower(), negated=negated)
     return Term(body.lower(), negated=negated)
+
+
+def _wrong(word: str, columns: Collection[str]) -> str:
+    """What is wrong with one word; empty when it can be meant."""
+    body = word.removeprefix("!")
+    if not body.strip("!"):
+        return "nothing stands behind the exclamation mark"
+    found = _COMPARED.fullmatch(body)
+    if found is None:
+        return ""
+    column, test, value = found.groups()
+    if column.lower() not in columns:
+        if "=" in test and column:
+            return ""  # text: names of values hold tier=disk0
+        return f"no column {column!r} here; columns: {', '.join(columns)}" if column else f"no column stands before {test}"
+    if not value:
+        return f"no number stands behind {column}{test}"
+    return "" if number_of(value) is not None else f"{value!r} is no number, percentage or size (for words: {column}:{value})"
 
 
 def number_of(text: str) -> float | None:

@@ -1,33 +1,34 @@
-"""Recordings: what `--record` writes and `--replay` reads (RECORDING.md is the format, byte by byte).
+"""Recordings, the writing half: what `--record` writes (RECORDING.md is the format, byte by byte; kvtop.recording reads it).
 
-    Snapshot -> builtins -> leaves -> what changed -> deflate, sync flush -> one record a tick     Writer
-    record -> inflate -> leaves -> builtins -> Snapshot                                            Recording
+    Snapshot -> builtins -> leaves -> what changed -> deflate, sync flush -> one record a tick     Writer <- Recorder
 
 Why differences by leaf: a snapshot is mostly what it was a second ago, and a general compressor's window does not reach back
 over one of 100 segments. Why a flush a record: a recording is what one wants after a crash, kvtop's own included.
 
-Failure cases: a file that is no recording is UsageError, one of a newer version too; a torn tail is left out; a damaged
-record loses the rest of its stream, and `Recording.damaged` counts such places. A writer that meets ENOSPC raises OSError; the
-caller stops recording and says so. Concurrency: a Writer and a Recording belong to one thread each.
+Failure cases: a disk that takes no more raises OSError out of `Writer.write`, and the next record begins a new stream, so that what
+follows can be read. `Recorder` turns that into words (head line, alert, the line at the end), counts what is lost and tries again:
+a disk that is full at night has room in the morning. Concurrency: a Writer belongs to one thread; a Recorder is called by the
+reader's thread, read and closed by another.
 """
 
-import math
 import os
 import stat
 import struct
+import threading
+import time
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from kvtools.errors import KvError, NotFound, Refused, UsageError
+from kvtools.errors import KvError, Refused, TimedOut, UsageError
 from kvtools.segments.files import flock
 from kvtools.units import format_size
-from kvtop.snapshot import Snapshot, finite
+from kvtop.alerts import WARN, Alert
+from kvtop.snapshot import Snapshot
 
 # On disk: do not change.
 MAGIC = b"KVTREC\r\n"
@@ -37,10 +38,10 @@ RECORD = struct.Struct("<IIBd")
 KEY, DIFFERENCE = ord("K"), ord("D")
 
 KEY_EVERY = 300
-_MAX_PAYLOAD = 64 << 20
 _MILLI = 1000
-_BROKEN = (zlib.error, msgspec.MsgspecError, LookupError, TypeError, ValueError, StopIteration, AttributeError, RecursionError)
-"""What decoding a file that lies about itself may raise."""
+
+RETRY_S = 5.0
+"""How long a Recorder leaves a disk alone that did not take the last reading."""
 
 
 class Writer:
@@ -73,7 +74,10 @@ class Writer:
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise UsageError(f"{self.path} is no file", hint="name a file to record to")
-            flock(self._fd, fcntl.LOCK_EX, what=f"recording {self.path}", timeout_s=0.0)
+            try:
+                flock(self._fd, fcntl.LOCK_EX, what=f"recording {self.path}", timeout_s=0.0)
+            except TimedOut:
+                raise TimedOut(f"{_holder(self._fd)} records to {self.path} already", hint="name another file") from None
             self._size = os.fstat(self._fd).st_size
             if self._size == 0:
                 self._write(FILE_HEADER.pack(MAGIC, VERSION, 0, 0))
@@ -86,10 +90,10 @@ class Writer:
         self._since_key = KEY_EVERY
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the file; a second call does nothing. Raises OSError where a file system says only now that it is full (NFS)."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
     @property
     def size(self) -> int:
@@ -97,14 +101,20 @@ class Writer:
         return self._size
 
     def write(self, snapshot: Snapshot) -> None:
-        """Append one snapshot. Raises OSError when the file cannot take it."""
-        if self._size >= self.max_bytes // 2:
-            self._rotate()
+        """Append one snapshot. Raises OSError or KvError when the file cannot take it; a later call may succeed again."""
         tree = msgspec.to_builtins(snapshot)
         try:
-            self._take(tree, snapshot.time_s)
-        except UnicodeEncodeError:  # anybody may put a name that is no UTF-8 into shared memory
-            self._take(_encodable(tree), snapshot.time_s)
+            if self._fd < 0:
+                self._open()
+            if self._size >= self.max_bytes // 2:
+                self._rotate()
+            try:
+                self._take(tree, snapshot.time_s)
+            except UnicodeEncodeError:  # anybody may put a name that is no UTF-8 into shared memory
+                self._take(_encodable(tree), snapshot.time_s)
+        except BaseException:
+            self._since_key = KEY_EVERY  # what the file lacks would be missing from the stream: begin a new one
+            raise
 
     def _take(self, tree: Any, time_s: float) -> None:
         names: list[str] = []
@@ -126,12 +136,16 @@ class Writer:
         self.written += 1
 
     def _write(self, data: bytes) -> None:
-        # One write a record: a kill cannot leave two torn ones.
-        done = os.write(self._fd, data)
+        # One write a record, as far as the disk has room: a kill cannot leave two torn ones.
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, memoryview(data)[done:])
+        except OSError:
+            if done:
+                os.ftruncate(self._fd, self._size)
+            raise
         self._size += done
-        if done < len(data):
-            os.ftruncate(self._fd, self._size - done)
-            raise OSError(28, "no space left for the recording", str(self.path))
 
     def _rotate(self) -> None:
         self.close()
@@ -139,29 +153,102 @@ class Writer:
         self._open()
 
 
-class Recorder:
-    """What the reader's thread hands each snapshot to: writes it, and after an error stops and says so instead of raising."""
+def _holder(fd: int) -> str:
+    """Who holds the flock on `fd`, as far as the kernel tells."""
+    inode = str(os.fstat(fd).st_ino)
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        lines = []
+    for words in map(str.split, lines):
+        # 12: FLOCK  ADVISORY  WRITE 4711 08:01:131 0 EOF; a pid of another namespace is 0
+        if words[1:2] == ["FLOCK"] and len(words) > 5 and words[5].rpartition(":")[2] == inode and words[4].isdigit():
+            return f"process {words[4]}" if int(words[4]) else "another process"
+    return "another process"
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+
+class Recorder:
+    """What the reader's thread hands each snapshot to: writes it, and where it cannot, says so instead of raising."""
+
+    def __init__(self, writer: Writer, *, mono: Callable[[], float] = time.monotonic) -> None:
         self.problem = ""
+        """Why nothing is recorded now; empty when all is well."""
+        self.lost = 0
+        """Readings that were not recorded, over the whole life."""
+        self._writer = writer
+        self._mono = mono
+        self._lock = threading.Lock()
+        self._closed = False
+        self._readings = 0
+        self._again = 0.0
+        self._first_lost_s = 0.0
+        self._since_s = 0.0
+        self._missed = 0
+        self._reason = ""
 
     def __call__(self, snapshot: Snapshot) -> None:
-        if self.problem:
-            return
-        try:
-            self._writer.write(snapshot)
-        except (OSError, KvError) as error:
-            self.problem = f"recording stopped: {error}"
-            self._writer.close()
+        with self._lock:
+            if self._closed:
+                return
+            self._readings += 1
+            if self.problem and self._mono() < self._again:
+                self._miss(snapshot.time_s)
+                return
+            try:
+                self._writer.write(snapshot)
+                self.problem = ""
+                self._missed = 0
+            except (OSError, KvError) as error:
+                self.problem = self._reason = _why(error)
+                self._again = self._mono() + RETRY_S
+                self._miss(snapshot.time_s)
+
+    def _miss(self, time_s: float) -> None:
+        self._first_lost_s = self._first_lost_s or time_s
+        self._since_s = time_s if not self._missed else self._since_s
+        self._missed += 1
+        self.lost += 1
 
     def words(self) -> str:
-        """For the head line."""
-        return self.problem or f"REC {format_size(self._writer.size)}"
+        """For the head line, while all is well."""
+        return f"REC {format_size(self._writer.size)}"
+
+    def alerts(self) -> list[Alert]:
+        """What the dashboard has to say while nothing is recorded."""
+        if not self.problem:
+            return []
+        many = f"{self._missed} reading{'s' * (self._missed != 1)}"
+        return [Alert(WARN, "recording", f"nothing recorded since {_clock(self._since_s)} ({many}): {self.problem}")]
+
+    def verdict(self) -> KvError | None:
+        """At the end: what the recording lacks. None when it is whole."""
+        if not self.lost:
+            return None
+        many = f"{self.lost} of {self._readings} readings" if self._readings > 1 else "the reading"
+        verb = "was" if self._readings == 1 else "were"
+        since = f", the first at {_clock(self._first_lost_s)}" if self._readings > 1 else ""
+        return KvError(
+            f"{many} {verb} not recorded to {self._writer.path}{since}: {self._reason}",
+            hint="free some room there, or record elsewhere; what is in the file can be replayed",
+        )
 
     def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Close the file; a reading that is still on its way is left out. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            try:
+                self._writer.close()
+            except OSError as error:
+                self._reason = _why(error)
+                self._miss(time.time())
+
+
+def _why(error: OSError | KvError) -> str:
+    return error.message if isinstance(error, KvError) else error.strerror or str(error)
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def _encodable(tree: Any) -> Any:
@@ -237,122 +324,3 @@ def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
         next(leaves)
         return [rebuild(value, leaves) for value in tree]
     return next(leaves)
-
-
-class Recording:
-    """A recording as a sequence of snapshots: `len`, `times`, `at(i)`. FILE.1, when it is there, comes first."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.times: list[float] = []
-        self.damaged = 0
-        self._where: list[tuple[int, int, int]] = []
-        """File number, offset of the record, index of its key record."""
-        self._files: list[int] = []
-        self._state = -1
-        self._tree: Any = None
-        self._leaves: list[Any] = []
-        self._inflate = zlib.decompressobj()
-        self._unpack = msgspec.msgpack.Decoder()
-        older = path.with_name(path.name + ".1")
-        try:
-            for one in ([older] if older.exists() else []) + [path]:
-                self._index(one)
-        except BaseException:
-            self.close()
-            raise
-        if not self.times:
-            self.close()
-            raise UsageError(f"recording {path} holds no reading", hint="record for a moment longer")
-
-    def __len__(self) -> int:
-        return len(self.times)
-
-    def close(self) -> None:
-        """Close the files."""
-        for fd in self._files:
-            os.close(fd)
-        self._files.clear()
-
-    def _index(self, path: Path) -> None:
-        try:
-            # Without O_NONBLOCK a FIFO would wait here for a writer.
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound(f"no recording {path}", hint="kvtop --record FILE makes one") from None
-        except OSError as error:
-            raise KvError(f"cannot read recording {path}: {error.strerror}") from None
-        self._files.append(fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise UsageError(f"{path} is no file, and so no recording of kvtop", hint="kvtop --record FILE makes one")
-        head = os.pread(fd, FILE_HEADER.size, 0)
-        if len(head) < FILE_HEADER.size or not head.startswith(MAGIC):
-            raise UsageError(f"{path} is not a recording of kvtop", hint="kvtop --record FILE makes one")
-        version = FILE_HEADER.unpack(head)[1]
-        if version > VERSION:
-            raise UsageError(
-                f"recording {path} is of version {version}, this kvtop reads up to {VERSION}", hint="use a newer kvtop"
-            )
-        number, key = len(self._files) - 1, -1
-        for offset, kind, time_s, sound in _records(fd):
-            if not sound:
-                self.damaged += 1
-                key = -1
-            elif kind == KEY or key >= 0:
-                key = len(self.times) if kind == KEY else key
-                self._where.append((number, offset, key))
-                self.times.append(time_s)
-
-    def at(self, index: int) -> Snapshot:
-        """Snapshot `index`. Reading on from the one before costs one record, anything else starts at a key record."""
-        key = self._where[index][2]
-        begin = self._state + 1 if key <= self._state < index else key
-        try:
-            for place in range(begin, index + 1):
-                self._step(place)
-            return _finite(msgspec.convert(rebuild(self._tree, iter(self._leaves)), Snapshot, strict=False))
-        except _BROKEN as error:
-            self._state = -1
-            raise UsageError(
-                f"recording {self.path} cannot be read at reading {index} ({type(error).__name__})",
-                hint="it was changed, or made by something else",
-            ) from None
-
-    def nearest(self, time_s: float) -> int:
-        """Index of the last snapshot at or before a time; the first when all are later."""
-        return max(0, bisect_right(self.times, time_s) - 1)
-
-    def _step(self, place: int) -> None:
-        number, offset, _ = self._where[place]
-        length, _, kind, _ = RECORD.unpack(os.pread(self._files[number], RECORD.size, offset))
-        payload = os.pread(self._files[number], length, offset + RECORD.size)
-        if kind == KEY:
-            self._inflate = zlib.decompressobj()
-            self._tree = self._unpack.decode(self._inflate.decompress(payload, _MAX_PAYLOAD))
-            self._leaves = []
-            flatten(self._tree, [], self._leaves, "")
-        else:
-            apply(self._leaves, self._unpack.decode(self._inflate.decompress(payload, _MAX_PAYLOAD)))
-        self._state = place
-
-
-def _finite(snapshot: Snapshot) -> Snapshot:
-    """The snapshot with 0 for values that are no number: such a recording was made by something else, and is shown all the same."""
-    if all(math.isfinite(value) for stats in snapshot.stats for value in stats.values):
-        return snapshot
-    stats = tuple(msgspec.structs.replace(one, values=finite(one.values)) for one in snapshot.stats)
-    return msgspec.structs.replace(snapshot, stats=stats)
-
-
-def _records(fd: int) -> Iterator[tuple[int, int, float, bool]]:
-    """(offset, kind, time, sound) of every whole record. What cannot be a record ends the file."""
-    size = os.fstat(fd).st_size
-    offset = FILE_HEADER.size
-    while offset + RECORD.size <= size:
-        length, check, kind, time_s = RECORD.unpack(os.pread(fd, RECORD.size, offset))
-        if length > _MAX_PAYLOAD or offset + RECORD.size + length > size:
-            return
-        payload = os.pread(fd, length, offset + RECORD.size)
-        sound = kind in (KEY, DIFFERENCE) and zlib.crc32(payload, zlib.crc32(struct.pack("<Bd", kind, time_s))) == check
-        yield offset, kind, time_s, sound
-        offset += RECORD.size + length

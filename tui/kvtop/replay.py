@@ -10,9 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from kvtools.errors import UsageError
-from kvtop.record import Recording
-from kvtop.snapshot import Snapshot
+import msgspec
+
+from kvtools.errors import NotFound, UsageError
+from kvtop.recording import Damage, Recording
+from kvtop.snapshot import Problem, Snapshot
 
 LEAD_IN = 300
 """Readings before the place that are fed to the history on a jump: enough for every graph on screen, quick enough to wait for."""
@@ -26,13 +28,26 @@ class Player:
         self._lock = threading.Lock()
         self._next = 0
         self.path = path
+        self.damage: list[Damage] = self._recording.damage
+        """Where readings are missing from it."""
+        # Each is told at the first reading after it, by every way in which a reading is shown.
+        self._marks: dict[int, list[Problem]] = {}
+        for one in self.damage:
+            said = Problem(source="recording", message=str(one))
+            self._marks.setdefault(min(one.place, len(self._recording) - 1), []).append(said)
 
     def read(self) -> Snapshot:
         """The next snapshot; at the end, the last one again."""
         with self._lock:
-            snapshot = self._recording.at(min(self._next, len(self._recording) - 1))
+            snapshot = self._at(min(self._next, len(self._recording) - 1))
             self._next = min(self._next + 1, len(self._recording))
             return snapshot
+
+    def _at(self, index: int) -> Snapshot:
+        snapshot = self._recording.at(index)
+        if index not in self._marks:
+            return snapshot
+        return msgspec.structs.replace(snapshot, problems=(*snapshot.problems, *self._marks[index]))
 
     def close(self) -> None:
         """Close the recording."""
@@ -54,9 +69,15 @@ class Player:
         return self._next >= len(self._recording)
 
     @property
-    def damaged(self) -> int:
-        """Records that could not be read."""
-        return self._recording.damaged
+    def damaged(self) -> str:
+        """'damaged in 2 places', for the head line; empty when it is whole."""
+        places = len(self.damage)
+        return f"damaged in {places} place{'s' * (places != 1)}" if places else ""
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Times of the first and of the last reading."""
+        return self._recording.times[0], self._recording.times[-1]
 
     def step(self, count: int) -> int:
         """The place `count` readings on (or back), clamped."""
@@ -75,29 +96,53 @@ class Player:
         """Go to a place: the readings before it and itself, oldest first. The next `read` gives the one after."""
         with self._lock:
             begin = max(0, place - LEAD_IN)
-            snapshots = [self._recording.at(index) for index in range(begin, place + 1)]
+            snapshots = [self._at(index) for index in range(begin, place + 1)]
             self._next = place + 1
             return snapshots
 
     def find(self, text: str) -> int:
-        """The place of a time: '03:10' or '03:10:22' (the last such in the recording) or '2026-01-31 03:10'. Raises UsageError."""
-        times = self._recording.times
-        for form in ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M"):
+        """The place of a time: '03:10' or '03:10:22' (the last such in the recording) or '2026-01-31 03:10'.
+
+        Raises UsageError for what is no time, NotFound for one outside the recording.
+        """
+        first, last = self.span
+        for form, wide_s in _FORMS:
             try:
-                return self._recording.nearest(time.mktime(time.strptime(text, form)))
+                parsed = time.strptime(text.strip(), form)
+                moment = time.mktime(parsed) if "%Y" in form else _last_such(parsed, last)
             except (ValueError, OverflowError):
                 continue
-        for form in ("%H:%M:%S", "%H:%M"):
-            try:
-                clock = time.strptime(text, form)
-            except ValueError:
-                continue
-            day = time.localtime(times[-1])
-            moment = time.mktime((*day[:3], clock.tm_hour, clock.tm_min, clock.tm_sec, 0, 0, -1))
-            return self._recording.nearest(moment if moment <= times[-1] else moment - 86400)
+            # A minute that the recording begins in is a minute of it.
+            if moment + wide_s <= first or moment > last:
+                raise NotFound(f"{text.strip()} is not in {self.path}", hint=f"it holds {_day(first)} to {_day(last, first)}")
+            return self._recording.nearest(moment)
         raise UsageError(f"not a time: {text!r}", hint="write HH:MM, HH:MM:SS or YYYY-MM-DD HH:MM")
 
     def where(self) -> str:
         """'12:03:10  41 %', for the head line."""
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(self._recording.times[self.place]))
         return f"{when}  {100 * (self.place + 1) // self.length} %"
+
+
+_FORMS = (
+    *((f"%Y-%m-%d{between}%H:%M:%S", 1.0) for between in " T"),
+    *((f"%Y-%m-%d{between}%H:%M", 60.0) for between in " T"),
+    ("%H:%M:%S", 1.0),
+    ("%H:%M", 60.0),
+)
+"""Spellings of a time, and how many seconds each of them names."""
+
+
+def _last_such(clock: time.struct_time, last_s: float) -> float:
+    """The last time at or before `last_s` at which a clock on the wall showed `clock`."""
+    day = time.localtime(last_s)
+    found = time.mktime((*day[:3], *clock[3:6], 0, 0, -1))
+    if found <= last_s:
+        return found
+    return time.mktime((day.tm_year, day.tm_mon, day.tm_mday - 1, *clock[3:6], 0, 0, -1))
+
+
+def _day(time_s: float, after_s: float = 0.0) -> str:
+    """Date and time; without the date where `after_s` is of the same day."""
+    text, before = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (time_s, after_s))
+    return text[11:] if text[:10] == before[:10] else text

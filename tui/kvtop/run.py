@@ -14,6 +14,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from kvtop.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvtop.columns import Order
+    from kvtop.query import Filter
     from kvtop.record import Recorder
     from kvtop.replay import Player
     from kvtop.screens.dashboard import Options
@@ -55,6 +57,11 @@ class Wanted:
         """A setting's value."""
         return self.settings[name].value
 
+    def check(self) -> None:
+        """Raises UsageError for options that contradict each other."""
+        if self.record and self.replay:
+            raise UsageError("--record and --replay do not go together", hint="a recording is copied with cp")
+
     def view(self) -> "View":
         from kvtop.views import VIEWS
 
@@ -73,6 +80,12 @@ class Wanted:
             raise UsageError(f"no column {name!r} in view {view.id}", hint="columns: " + ", ".join(c.id for c in view.columns))
         return Order(name, column.rising != self.sort.startswith("-"))
 
+    def filter(self) -> "Filter":
+        """The rows to show. Raises UsageError for words that cannot be meant."""
+        from kvtop.query import check_filter
+
+        return check_filter(self.words, [column.id for column in self.view().columns])
+
 
 def show_config(settings: Resolved) -> int:
     """`--show-config`."""
@@ -86,54 +99,86 @@ def show_config(settings: Resolved) -> int:
 def headless(wanted: Wanted, *, json: bool, check: bool) -> int:
     """`--once`, `--json`, `--check`."""
     from kvtop import once
-    from kvtop.query import parse_filter
 
-    view, order = wanted.view(), wanted.order()
+    wanted.check()
+    view, order, chosen = wanted.view(), wanted.order(), wanted.filter()
     model = _model(wanted)
-    _read_once(wanted, model)
+    player, recorder = _read_once(wanted, model)
+    status = Exit.OK
     if json:
-        once.print_json(model)
-        return once.check_status(model) if check else Exit.OK
-    if check:
-        return once.print_check(model)
-    chosen = parse_filter(wanted.words, frozenset(column.id for column in view.columns))
-    once.print_once(model, view, chosen, order, once.terminal_width())
-    there = {segment.name for segment in model.snapshot.segments} if model.snapshot else set()
-    return Exit.NOT_FOUND if set(wanted.names) - there else Exit.OK
+        once.print_json(model, player)
+        status = once.check_status(model) if check else Exit.OK
+    elif check:
+        status = once.print_check(model)
+    else:
+        once.print_once(model, view, chosen, order, once.terminal_width())
+        there = {segment.name for segment in model.snapshot.segments} if model.snapshot else set()
+        status = Exit.NOT_FOUND if set(wanted.names) - there else Exit.OK
+    _say_lost(recorder)
+    return _say_damage(player) or status
 
 
 def screen(wanted: Wanted) -> int:
     """The dashboard."""
-    if wanted.record and wanted.replay:
-        raise UsageError("--record and --replay do not go together", hint="a recording is copied with cp")
+    wanted.check()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not terminal and not wanted.record:
         raise UsageError("kvtop needs a terminal", hint="kvtop --once prints one page of text, kvtop --json the same as data")
     model = _model(wanted)
     recorder = _recorder(wanted)
     try:
-        if not terminal and recorder is not None:
-            return _record_only(model, _source(wanted), recorder)
-        options, player = _options(wanted)
-        from kvtop.screens.dashboard import Dashboard
-
-        if recorder is not None:
-            options.recording = recorder.words
-        if player is not None and wanted.at:
-            for snapshot in player.seek(player.find(wanted.at)):
-                model.take(snapshot)
-        # A shell that exports these would pin the size: Textual asks them before it asks the terminal, and no resize is seen.
-        for name in ("COLUMNS", "LINES"):
-            os.environ.pop(name, None)
-        app = Dashboard(model, player or _source(wanted), options, watch=recorder)
-        return app.run() or app.return_code or Exit.OK
+        if terminal:
+            status = _dashboard(wanted, model, recorder)
+        else:
+            assert recorder is not None
+            status = _record_only(model, _source(wanted), recorder)
     finally:
         if recorder is not None:
             recorder.close()
+    _say_lost(recorder)
+    return status
+
+
+def _dashboard(wanted: Wanted, model: Model, recorder: "Recorder | None") -> int:
+    options, player = _options(wanted)
+    from kvtop.screens.dashboard import Dashboard
+
+    if recorder is not None:
+        options.recorder = recorder
+        model.own = recorder.alerts
+    if player is not None and wanted.at:
+        for snapshot in player.seek(player.find(wanted.at)):
+            model.take(snapshot)
+    # A shell that exports these would pin the size: Textual asks them before it asks the terminal, and no resize is seen.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
+    if not sys.stderr.isatty():
+        # Textual draws on stderr; whoever sent that elsewhere wants the errors there and the screen here.
+        sys.__stderr__ = sys.__stdout__  # type: ignore[misc]
+    app = Dashboard(model, player or _source(wanted), options)
+    return app.run() or app.return_code or Exit.OK
+
+
+def _say_lost(recorder: "Recorder | None") -> None:
+    """A recording that lacks readings is work that failed, whoever looked on. Raises KvError then."""
+    if recorder is not None and (lacking := recorder.verdict()) is not None:
+        raise lacking
+
+
+def _say_damage(player: "Player | None") -> Exit:
+    """What a damaged recording does not show, a line a place on stderr; the status that goes with it."""
+    if player is None or not player.damage:
+        return Exit.OK
+    from kvtools.output import note, printable
+
+    for damage in player.damage:
+        note(f"kvtop: error: recording {printable(str(damage))}")
+    return Exit.FAILED
 
 
 def picture(wanted: Wanted, path: Path, size: str) -> int:
     """`--export-svg`: the dashboard as it looks after the newest reading."""
+    wanted.check()
     found = _SIZE.fullmatch(size)
     if not found or not all(int(number) for number in found.groups()):
         raise UsageError(f"not a size of a screen: {size!r}", hint="write COLUMNSxROWS, such as 120x36")
@@ -145,14 +190,14 @@ def picture(wanted: Wanted, path: Path, size: str) -> int:
         for snapshot in player.seek(player.find(wanted.at) if wanted.at else player.length - 1):
             model.take(snapshot)
     else:
-        _read_once(wanted, model)
+        _say_lost(_read_once(wanted, model)[1])
     app = Dashboard(model, player or _source(wanted), options, start_reader=False)
     svg = app.picture((int(found[1]), int(found[2])))
     try:
         path.write_text(svg, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise KvError(f"cannot write {path}: {error.strerror}") from None
-    return Exit.OK
+    return _say_damage(player)
 
 
 # --- parts -------------------------------------------------------------------------------------------------------------
@@ -208,31 +253,37 @@ def _player(wanted: Wanted) -> "Player | None":
     return Player(wanted.replay)
 
 
-def _read_once(wanted: Wanted, model: Model) -> None:
-    """One reading into the model, two with -r; of a recording, the one asked for with what led up to it."""
+def _read_once(wanted: Wanted, model: Model) -> "tuple[Player | None, Recorder | None]":
+    """One reading into the model, two with -r; of a recording, the one asked for with what led up to it. What it came from, and
+    what recorded it, if anything did: closed already."""
     player = _player(wanted)
     if player is not None:
         for snapshot in player.seek(player.find(wanted.at) if wanted.at else player.length - 1):
             model.take(snapshot)
-        return
+        return player, None
     source = _source(wanted)
     recorder = _recorder(wanted)
     if wanted.get("view") == "doctor":
         from kvtop.doctor import examine
 
-        model.doctor = examine()
-    for number in range(2 if wanted.wait else 1):
-        if number:
-            time.sleep(wanted.get("refresh"))
-        snapshot = source.read()
-        model.take(snapshot)
+        model.doctor = examine(wanted.shm)
+    try:
+        for number in range(2 if wanted.wait else 1):
+            if number:
+                time.sleep(wanted.get("refresh"))
+            snapshot = source.read()
+            if recorder is not None:
+                recorder(snapshot)
+                model.own = recorder.alerts
+            model.take(snapshot)
+    finally:
         if recorder is not None:
-            recorder(snapshot)
-    if recorder is not None:
-        recorder.close()
+            recorder.close()
+    return None, recorder
 
 
 def _options(wanted: Wanted, *, colors: bool = False) -> "tuple[Options, Player | None]":
+    from kvtop.doctor import examine
     from kvtop.keys import remap
     from kvtop.palette import DEFAULT, choose, color_depth
 
@@ -242,23 +293,25 @@ def _options(wanted: Wanted, *, colors: bool = False) -> "tuple[Options, Player 
     else:
         theme = choose(wanted.get("theme") or "", no_color=bool(environ.get("NO_COLOR")), depth=color_depth(environ))
     keys, order, player = remap(wanted.get("keys")), wanted.order(), _player(wanted)
+    wanted.filter()  # what cannot be meant is said before there is a screen
     from kvtop.screens.dashboard import Options
 
     options = Options(
         theme=theme, view=wanted.get("view"), filter=wanted.words, order=order, readonly=wanted.get("readonly"),
-        keys=keys, root=wanted.shm, player=player,
+        keys=keys, root=wanted.shm, player=player, examine=partial(examine, wanted.shm),
     )  # fmt: skip
     return options, player
 
 
 def _record_only(model: Model, source: Readable, recorder: "Recorder") -> int:
-    """Read and record until told to stop: for a service, or a shell with `&`."""
+    """Read and record until told to stop: for a service, or a shell with `&`. A disk that takes no more ends it."""
     import signal
     import threading
 
     from kvtop.reader import Reader
 
     done = threading.Event()
+    status: list[Exit] = []
 
     def deliver(snapshot: Snapshot | None, problem: str) -> None:
         if snapshot is not None:
@@ -267,15 +320,16 @@ def _record_only(model: Model, source: Readable, recorder: "Recorder") -> int:
             done.set()
 
     def stop(number: int, frame: object) -> None:
+        status.append(Exit.INTERRUPTED if number == signal.SIGINT else Exit.OK)
         done.set()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A signal that whoever started us had ignored (nohup, a job in the background) stays so.
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
     reader = Reader(source, deliver, interval_s=model.interval_s)
     reader.start()
     done.wait()
     reader.stop(timeout_s=2.0)
     for number, handler in before.items():
         signal.signal(number, handler)
-    if recorder.problem:
-        raise KvError(recorder.problem)
-    return Exit.OK
+    return status[0] if status else Exit.OK

@@ -175,6 +175,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...] = ()
     took_s: float = 0.0
     """How long reading it took."""
+    shm: str = ""
+    """The folder that was read; empty in recordings of a time that did not say."""
 
 
 def finite(values: Sequence[float]) -> tuple[float, ...]:

@@ -74,6 +74,7 @@ class Source:
         self._lock_timeout_s = lock_timeout_s
         self._readers: dict[str, stats.StatsReader] = {}
         self._schemas: dict[str, tuple[object, tuple[Series, ...]]] = {}
+        self._seen: set[str] = set()
         self._host = socket.gethostname()
 
     def read(self) -> Snapshot:
@@ -99,6 +100,7 @@ class Source:
             shm_free_bytes=free,
             problems=tuple(problems),
             took_s=self._mono() - begun,
+            shm=str(self.root),
         )
 
     def close(self) -> None:
@@ -123,9 +125,24 @@ class Source:
                 segments.append(_segment(state))
                 if state.owner is not None:
                     owners.append(state.owner)
-        for name in sorted(self.names - {reading.name for reading in listing.pools} - {p.name for p in listing.unreadable}):
+        told = {reading.name for reading in listing.pools} | {p.name for p in listing.unreadable}
+        for name in sorted(self.names - told):
             problems.append(Problem(source=name, message="no segment of this name"))
+        problems += self._damaged({name for name in self._seen - told if name not in self.names})
+        self._seen = {reading.name for reading in listing.pools} | (self._seen & {p.source for p in problems})
         return segments, owners
+
+    def _damaged(self, names: set[str]) -> list[Problem]:
+        """Of segments that were read before, those that are still there and no segment any more (truncated, say)."""
+        found = []
+        for name in sorted(names):
+            try:
+                pool.read_pool(name, root=self.root, timeout_s=0.0)
+            except NotFound:
+                continue
+            except KvError as error:
+                found.append(Problem(source=name, message=error.message))
+        return found
 
     def _wanted(self, name: str) -> bool:
         return not self.names or name in self.names

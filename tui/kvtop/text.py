@@ -8,6 +8,7 @@ makes it clickable on the screen. All functions are pure; widths are terminal co
                           '----(once.paint)-------> stdout
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,6 +59,15 @@ class Glyphs:
     corners: str
     across: str
     upright: str
+
+    def spell(self, text: str) -> str:
+        """`text` in this alphabet, exactly as wide: in ASCII every other character is a question mark a column.
+
+        The last step before a terminal, and the only one that is certain: names come from anywhere.
+        """
+        if text.isascii() or not self.ellipsis.isascii():
+            return text
+        return "".join(c if c.isascii() else self.ellipsis if c == "…" else "?" * visible_width(c) for c in text)
 
 
 UNICODE = Glyphs(
@@ -133,6 +143,51 @@ def fit(line: Line, width: int, *, right: bool = False, ellipsis: str = "…") -
         kept.append(Span(cell(text, room, ellipsis=ellipsis), part.style, part.action))
         break
     return tuple(kept)
+
+
+_PIECES = re.compile(r" +|[^ ]+")
+
+
+def wrap(line: Line, width: int, *, hang: int = 0) -> list[Line]:
+    """A line as lines of at most `width` columns, broken at blanks (a long word anywhere), all but the first indented by `hang`."""
+    if width <= 0:
+        return []
+    if width_of(line) <= width:
+        return [line]
+    hang = max(0, min(hang, width // 2, width - 2))
+    out: list[list[Span]] = [[]]
+    used, begin = 0, 0
+    for part in line:
+        for text in _PIECES.findall(part.text):
+            if text[0] == " ":
+                # A gap at the end of a line is its break; one at the beginning of the first is meant.
+                if used > begin or (len(out) == 1 and not used):
+                    text = text[: width - used]
+                    out[-1].append(Span(text, part.style, part.action))
+                    used += len(text)
+                continue
+            if used > begin and used + visible_width(text) > width:
+                out.append([Span(" " * hang)])
+                used = begin = hang
+            while used + visible_width(text) > width:
+                head = _first(text, width - used)
+                out[-1].append(Span(head, part.style, part.action))
+                out.append([Span(" " * hang)])
+                used, begin, text = hang, hang, text[len(head) :]
+            out[-1].append(Span(text, part.style, part.action))
+            used += visible_width(text)
+    return [tuple(part for part in one if part.text) for one in out]
+
+
+def _first(text: str, width: int) -> str:
+    """The beginning of `text` that takes at most `width` columns, at least one character."""
+    end, used = 0, 0
+    for char in text:
+        used += visible_width(char)
+        if used > width and end:
+            break
+        end += 1
+    return text[:end]
 
 
 def spread(left: Line, right: Line, width: int) -> Line:

@@ -16,7 +16,8 @@ from textual.widgets import Input
 from kvtools.errors import KvError
 from kvtools.segments import owner, pool
 from kvtools.units import format_size, parse_size
-from kvtop.screens.dialogs import Dialog
+from kvtop.events import limit_text
+from kvtop.screens.dialogs import SCROLLING, Dialog
 from kvtop.snapshot import DEAD, LIVE, Segment
 from kvtop.text import Glyphs, Line, Span, bar, pairs, safe, span
 from kvtop.widgets.canvas import Styles
@@ -39,7 +40,6 @@ def limit_preview(segment: Segment, text: str, width: int, glyphs: Glyphs) -> tu
                 ("", span(f"({'+' if change >= 0 else ''}{format_size(change)})", "dim")),
             ]
         ),
-        bar(min(width, 48), [(segment.used_bytes, "used"), (segment.prealloc_bytes, "prealloc")], wanted, glyphs),
     ]
     over = segment.held_bytes - wanted
     if segment.owner == DEAD:
@@ -53,6 +53,8 @@ def limit_preview(segment: Segment, text: str, width: int, glyphs: Glyphs) -> tu
     if segment.page_bytes and wanted % segment.page_bytes:
         whole = wanted - wanted % segment.page_bytes
         lines.append(span(f"the engine uses whole pages: {format_size(whole)} of it", "dim"))
+    # After the warnings: where there is no room for all, it is the picture that goes.
+    lines.append(bar(min(width, 48), [(segment.used_bytes, "used"), (segment.prealloc_bytes, "prealloc")], wanted, glyphs))
     if segment.owner not in (LIVE, DEAD):
         lines.append(span("no owner file: written as asked, the engine takes it up when it next allocates", "dim"))
     return wanted, lines
@@ -62,6 +64,7 @@ class LimitDialog(Dialog[int]):
     """Answers with the new limit in bytes."""
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
+        *SCROLLING,
         Binding("y,Y", "yes", show=False),
         Binding("n,N,enter", "no", show=False),
     ]
@@ -76,10 +79,12 @@ class LimitDialog(Dialog[int]):
 
     def lines(self, width: int) -> list[Line]:
         self.wanted, lines = limit_preview(self.segment, self.field.value, width, self.glyphs)
+        return lines
+
+    def question(self) -> Line:
         if self.sure:
-            return [*lines, (Span("write it?  ", "bold"), Span("y", "key"), Span(" yes   "), Span("N", "key"), Span(" no"))]
-        hint = "Enter goes on, Esc closes" if self.wanted is not None else "Esc closes"
-        return [*lines, span(hint, "dim")]
+            return (Span("write it?  ", "bold"), Span("y", "key"), Span(" yes   "), Span("N", "key"), Span(" no"))
+        return span("Enter goes on, Esc closes" if self.wanted is not None else "Esc closes", "dim")
 
     def on_input_changed(self) -> None:
         self.fill()
@@ -112,13 +117,13 @@ def delete_lines(segment: Segment) -> list[Line]:
     else:
         lines.append(span("nobody says whether its engine lives; one that does may crash without it", "warn"))
     lines.append(pairs([("limit", span(format_size(segment.limit_bytes))), ("used", span(format_size(segment.used_bytes)))]))
-    lines.append((Span("type its name to delete it: "), Span(safe(segment.name), "bold")))
     return lines
 
 
 class DeleteDialog(Dialog[bool]):
     """Answers True when the whole name was typed."""
 
+    BINDINGS = SCROLLING
     asks = True
 
     def __init__(self, looks: Styles, segment: Segment) -> None:
@@ -127,8 +132,12 @@ class DeleteDialog(Dialog[bool]):
         self.complaint = ""
 
     def lines(self, width: int) -> list[Line]:
-        lines = delete_lines(self.segment)
-        return [*lines, span(self.complaint or "Esc closes", "warn" if self.complaint else "dim")]
+        return delete_lines(self.segment)
+
+    def question(self) -> Line:
+        if self.complaint:
+            return span(self.complaint, "warn")
+        return (Span("type its name to delete it: "), Span(safe(self.segment.name), "bold"), Span("  (Esc closes)", "dim"))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.value == self.segment.name:
@@ -143,7 +152,7 @@ def write_limit(segment: Segment, limit_bytes: int, root: Path) -> str:
     change = owner.change_limit(
         segment.name, limit_bytes, by=f"kvtop, uid {os.getuid()}", expected=segment.limit_bytes, root=root, timeout_s=1.0
     )
-    return f"limit {format_size(change.before.limit_bytes)} -> {format_size(change.after.limit_bytes)} written"
+    return f"{limit_text(change.before.limit_bytes, change.after.limit_bytes)} written"
 
 
 def delete(segment: Segment, root: Path) -> str:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from textual.app import App
 from textual.message import Message
 
+from kvtools.exits import Exit
 from kvtools.segments.files import SHM
 from kvtop.columns import Order
 from kvtop.doctor import Diagnosis, examine
@@ -22,9 +22,11 @@ from kvtop.keys import KEYS, Key
 from kvtop.model import Model
 from kvtop.palette import PALETTES
 from kvtop.reader import Readable, Reader
+from kvtop.record import Recorder
 from kvtop.replay import Player
 from kvtop.screens.main import MainScreen
 from kvtop.screens.theme import theme_of
+from kvtop.screens.typing import Typing
 from kvtop.snapshot import Snapshot
 from kvtop.widgets.canvas import Styles
 
@@ -44,15 +46,15 @@ class Options:
     readonly: bool = False
     player: Player | None = None
     """The recording that is being played; None when live."""
-    recording: Callable[[], str] = str
-    """What the head line says about recording; empty when nothing is recorded."""
+    recorder: Recorder | None = None
+    """What records the readings; None when nothing does."""
     examine: Callable[[], Diagnosis] = examine
     keys: Sequence[Key] = KEYS
     root: Path = SHM
     write_dir: Path = field(default_factory=Path.cwd)
 
 
-class Dashboard(App[int]):
+class Dashboard(Typing[int]):
     """kvtop on a screen."""
 
     ENABLE_COMMAND_PALETTE = False
@@ -86,7 +88,6 @@ class Dashboard(App[int]):
         options: Options | None = None,
         *,
         start_reader: bool = True,
-        watch: Callable[[Snapshot], None] | None = None,
     ) -> None:
         # Textual takes NO_COLOR in any form, even empty, and turns colours into greys. The theme "mono" does it properly.
         os.environ.pop("NO_COLOR", None)
@@ -97,10 +98,9 @@ class Dashboard(App[int]):
             self.register_theme(theme_of(palette))
         self.theme = self.options.theme
         self.set_keymap({key.id: ",".join(key.keys) for key in self.options.keys})
-        self.looks = Styles(PALETTES[self.options.theme])
+        self.looks = Styles(PALETTES[self.options.theme], model.glyphs)
         self.reader = Reader(source, self._deliver, interval_s=model.interval_s)
         self._start_reader = start_reader
-        self._watch = watch
 
     def get_default_screen(self) -> MainScreen:
         return MainScreen(self.model, self.looks, self.options, self.reader)
@@ -108,8 +108,8 @@ class Dashboard(App[int]):
     def on_mount(self) -> None:
         if not self.is_headless:
             # Ended by a signal, the terminal must still get back its screen, cursor and mouse.
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                asyncio.get_running_loop().add_signal_handler(number, self.exit, 0)
+            for number, status in ((signal.SIGTERM, Exit.OK), (signal.SIGHUP, Exit.OK), (signal.SIGINT, Exit.INTERRUPTED)):
+                asyncio.get_running_loop().add_signal_handler(number, self.exit, int(status))
         if self._start_reader:
             self.reader.start()
 
@@ -125,8 +125,8 @@ class Dashboard(App[int]):
 
     def _deliver(self, snapshot: Snapshot | None, problem: str) -> None:
         # Called on the reader's thread: a message is the one thing that may cross.
-        if snapshot is not None and self._watch is not None:
-            self._watch(snapshot)
+        if snapshot is not None and self.options.recorder is not None:
+            self.options.recorder(snapshot)
         self.post_message(self.Read(snapshot, problem))
 
     def on_dashboard_read(self, message: Read) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
@@ -17,7 +16,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from kvtop.keys import Key, by_group
-from kvtop.text import Line, Span, beside, cell, fit, width_of
+from kvtop.text import Line, Span, beside, cell, clip_text, fit, width_of, wrap
 from kvtop.widgets.canvas import Canvas, Styles
 
 if TYPE_CHECKING:
@@ -33,20 +32,26 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
 
     BINDINGS = [Binding("escape,ctrl+c", "close", "close", show=False)]  # noqa: RUF012 - Textual's own way
     asks = False
+    wraps = True
+    """Whether a line that is too long goes on in the next one; a row of a menu is cut instead."""
+    hang = 0
 
     def __init__(self, looks: Styles, title: str) -> None:
         super().__init__()
         self.looks = looks
+        self.heading = title.strip()
         self.body = Canvas(looks, scrolls=True)
         self.field = Input(compact=True)
         self.field.cursor_blink = False
         self.frame = Vertical(classes="dialog")
-        # As content, not as text: a segment's name may look like markup.
-        self.frame.border_title = Content(title.strip())
 
     def lines(self, width: int) -> list[Line]:
-        """What the box says, in at most `width` columns."""
+        """What the box says; lines longer than `width` columns are wrapped."""
         raise NotImplementedError
+
+    def question(self) -> Line:
+        """What has to be answered: the last line, or the first where not all lines fit, so that it is always seen."""
+        return ()
 
     def compose(self) -> ComposeResult:
         with self.frame:
@@ -57,17 +62,10 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
     def on_mount(self) -> None:
         self.fill()
         if self.asks:
-            self.field.focus()
+            self.set_focus(self.field)
 
     def on_resize(self) -> None:
         self.fill()
-
-    def on_key(self, event: events.Key) -> None:
-        # Typed before the field had the focus (a dialog takes a moment to open): still meant for it.
-        if self.asks and self.focused is None and not self.field.disabled and event.is_printable and event.character:
-            self.field.value += event.character
-            self.field.cursor_position = len(self.field.value)
-            event.stop()
 
     def fill(self) -> None:
         """Size the box to its lines and to the screen, and show them."""
@@ -76,43 +74,81 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         width, height = self.app.size
         framed = width >= 16 and height >= 6
         edge_x, edge_y = (4, 2) if framed else (0, 0)
-        lines = self.lines(max(1, width - edge_x))
-        inner = max([1, *(width_of(line) for line in lines), 40 if self.asks else 1])
-        inner = min(inner, max(1, width - edge_x))
+        room = max(1, width - edge_x)
         typing = 1 if self.asks else 0
-        rows = max(0, min(len(lines), height - edge_y - typing))
+        most = max(0, height - edge_y - typing)
+        plain = self.app.main.has_class("plain")
+        text = room
+        lines, asked = self._wrapped(self.lines(text), text), self._wrapped([self.question()], text)
+        if len(lines) + len(asked) > most and not plain and room > 8:
+            text -= 1  # the scrollbar takes a column
+            lines, asked = self._wrapped(self.lines(text), text), self._wrapped([self.question()], text)
+        lines = [*lines, *asked] if len(lines) + len(asked) <= most else [*asked, *lines]
+        inner = min(max([1, *(width_of(line) for line in lines), 40 if self.asks else 1]) + room - text, room)
+        rows = min(len(lines), most)
         self.frame.set_class(framed, "framed")
-        self.set_class(self.app.main.has_class("plain"), "plain")
+        self.set_class(plain, "plain")
+        # As content, not as text: a segment's name may look like markup.
+        self.frame.border_title = self._label(self.heading, inner)
+        hidden = len(lines) - rows
+        self.frame.border_subtitle = self._label(f"{hidden} more: PgDn" if hidden else "", inner)
         self.frame.styles.width = inner + edge_x
         self.frame.styles.height = min(height, rows + typing + edge_y)
         self.body.display = rows > 0
         self.body.styles.height = max(1, rows)
         self.body.styles.width = inner
-        self.body.show([fit(line, inner) for line in lines])
+        self.body.show([fit(line, inner - (room - text), ellipsis=self.looks.glyphs.ellipsis) for line in lines])
+
+    def _wrapped(self, lines: Sequence[Line], width: int) -> list[Line]:
+        if not self.wraps:
+            return [line for line in lines if line]
+        return [part for line in lines for part in (wrap(line, width, hang=self.hang) if line else [()])]
+
+    def _label(self, text: str, inner: int) -> Content:
+        width = inner - 2  # the frame keeps a dash and a blank at either end
+        return Content(self.looks.glyphs.spell(clip_text(text, width, self.looks.glyphs.ellipsis)))
+
+    def action_move(self, step: int) -> None:
+        """Scroll what does not fit."""
+        self.body.scroll_relative(y=step, animate=False)
 
     def action_close(self) -> None:
         self.dismiss(None)
 
 
+SCROLLING: list[Binding | tuple[str, str] | tuple[str, str, str]] = [
+    Binding("down", "move(1)", show=False),
+    Binding("up", "move(-1)", show=False),
+    Binding("pagedown", "move(5)", show=False),
+    Binding("pageup", "move(-5)", show=False),
+]
+"""Keys of a dialog whose text may be longer than the screen, beside a line to type in."""
+
+
 # --- help --------------------------------------------------------------------------------------------------------------
+
+
+_KEY_COLUMNS = 13
 
 
 def help_lines(keys: Sequence[Key], width: int) -> list[Line]:
     """The keys that do something here, by group; two columns where the screen is wide."""
+    two = width >= 120
+    room = (width - 2) // 2 if two else width
     blocks = []
     for title, rows in by_group(tuple(keys)):
         block: list[Line] = [(Span(title, "title"),)]
-        block += [(Span(cell(names, 12), "key"), Span(f" {text}")) for names, _, text in rows]
+        for names, _, text in rows:
+            block += wrap((Span(cell(names, _KEY_COLUMNS - 1), "key"), Span(f" {text}")), room, hang=_KEY_COLUMNS)
         blocks.append([*block, ()])
-    if width >= 120 and len(blocks) > 1:
+    if two and len(blocks) > 1:
         left = blocks[:2]
         right = blocks[2:]
-        half = (width - 2) // 2
-        lines = beside([sum(left, []), sum(right, [])], [half, half], gap=2)  # noqa: RUF017 - a handful of lists
+        lines = beside([sum(left, []), sum(right, [])], [room, room], gap=2)  # noqa: RUF017 - a handful of lists
     else:
         lines = [line for block in blocks for line in block]
     footer = (Span("Filters: word, column:word, used>80%, limit<4G, !not, a | b.   Esc closes.", "dim"),)
-    return [*lines, footer]
+    return [*lines, *wrap(footer, width)]
 
 
 class Help(Dialog[None]):
@@ -132,9 +168,6 @@ class Help(Dialog[None]):
 
     def lines(self, width: int) -> list[Line]:
         return help_lines(self._keys, width)
-
-    def action_move(self, step: int) -> None:
-        self.body.scroll_relative(y=step, animate=False)
 
 
 # --- menu and palette --------------------------------------------------------------------------------------------------
@@ -178,6 +211,8 @@ def _letters_in_order(wanted: str, name: str) -> bool:
 
 class Menu(Dialog[str]):
     """A list to choose from."""
+
+    wraps = False
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
         Binding("down,ctrl+n", "step(1)", show=False),

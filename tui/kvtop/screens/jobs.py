@@ -10,10 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from textual import work
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.worker import Worker, WorkerState
 
 from kvtools.errors import KvError
+from kvtop import events
 from kvtop.doctor import Diagnosis
 from kvtop.model import Model
 from kvtop.once import write_screen
@@ -68,7 +70,12 @@ class Jobs(Screen[None], inherit_bindings=False):
 
     def say(self, text: str, *, bad: bool = False) -> None:
         """A line that goes away by itself."""
-        self.notify(safe(text), severity="warning" if bad else "information", timeout=5, markup=False)
+        self._toast(text, bad=bad)
+
+    def _toast(self, text: str, *, title: str = "", bad: bool) -> None:
+        spell = self.app.looks.glyphs.spell
+        severity: SeverityLevel = "warning" if bad else "information"
+        self.notify(spell(safe(text)), title=spell(safe(title)), severity=severity, timeout=5, markup=False)
 
     def action_write(self) -> None:
         text = "\n".join(strip.text.rstrip() for strip in self._compositor.render_strips()) + "\n"
@@ -151,7 +158,8 @@ class Jobs(Screen[None], inherit_bindings=False):
 
         def answered(limit_bytes: int | None) -> None:
             if limit_bytes is not None:
-                self._change(segment.name, partial(changes.write_limit, segment, limit_bytes, self.options.root))
+                seen = events.limit_text(segment.limit_bytes, limit_bytes)
+                self._begin(segment.name, seen, partial(changes.write_limit, segment, limit_bytes, self.options.root))
 
         self.app.push_screen(changes.LimitDialog(self.app.looks, segment, self.model.glyphs), answered)
 
@@ -162,12 +170,17 @@ class Jobs(Screen[None], inherit_bindings=False):
 
         def answered(sure: bool | None) -> None:
             if sure:
-                self._change(segment.name, partial(changes.delete, segment, self.options.root))
+                self._begin(segment.name, events.REMOVED, partial(changes.delete, segment, self.options.root))
 
         self.app.push_screen(changes.DeleteDialog(self.app.looks, segment), answered)
 
+    def _begin(self, name: str, seen: str, change: Callable[[], str]) -> None:
+        """Begin a change whose effect the next readings show as the event `seen`: told once, by what comes back."""
+        self.model.asked(name, seen)
+        self._change(name, seen, change)
+
     @work(thread=True, exit_on_error=False)
-    def _change(self, name: str, change: Callable[[], str]) -> None:
+    def _change(self, name: str, seen: str, change: Callable[[], str]) -> None:
         """Run a change on a thread (a lock may have to be waited for); say how it went."""
         try:
             level, text = "info", change()
@@ -175,10 +188,12 @@ class Jobs(Screen[None], inherit_bindings=False):
             level, text = "warn", error.message + (f" ({error.hint})" if error.hint else "")
         except OSError as error:
             level, text = "warn", f"not done: {error.strerror or error}"
-        self.app.call_from_thread(self._changed, name, level, text)
+        self.app.call_from_thread(self._changed, name, level, text, seen)
 
-    def _changed(self, name: str, level: str, text: str) -> None:
+    def _changed(self, name: str, level: str, text: str, seen: str = "") -> None:
+        if level == "warn":
+            self.model.refused(name, seen)
         self.model.note(level, name, text)
-        self.notify(safe(text), title=safe(name), severity="warning" if level == "warn" else "information", timeout=5, markup=False)
+        self._toast(text, title=name, bad=level == "warn")
         self.reader.kick()
         self.draw()

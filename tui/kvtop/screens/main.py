@@ -107,6 +107,8 @@ class MainScreen(Jobs, inherit_bindings=False):
         if snapshot is not None:
             health = self.model.health
             self.model.take(snapshot)
+            for alert in self.model.news:
+                self.say(f"{alert.subject}: {alert.text}", bad=True)
             if self.model.health == CRITICAL != health and self.view.id != "overview":
                 # On the overview the reason stands in the first line; elsewhere somebody has to say it.
                 self.say(f"{self.model.alerts[0].subject}: {self.model.alerts[0].text}", bad=True)
@@ -126,12 +128,15 @@ class MainScreen(Jobs, inherit_bindings=False):
     @property
     def state(self) -> State:
         """What the frame shows."""
+        recorder = self.options.recorder
         return State(
             view=self.view.id,
             paused=self.reader.paused,
             readonly=self.options.readonly,
             replay=self.player.where() if self.player else "",
-            recording=self.options.recording(),
+            recording=recorder.words() if recorder and not recorder.problem else "",
+            unrecorded=recorder.problem if recorder else "",
+            damaged=self.player.damaged if self.player else "",
             filter=self.filter.text,
             banner=self.problem,
             shown=len(self.shown),
@@ -192,8 +197,9 @@ class MainScreen(Jobs, inherit_bindings=False):
         if self.model.snapshot is None:
             return self.problem or "reading"
         if self._total and not self.shown:
-            return f"nothing matches /{self.filter.text} (Esc clears it)"
-        return self.view.empty
+            why = f": {self.filter.problem}" if self.filter.problem else " (Esc clears it)"
+            return f"nothing matches /{self.filter.text}{why}"
+        return self.view.empty(self.model)
 
     def redraw(self) -> None:
         """Paint everything anew (another theme)."""

@@ -4,14 +4,16 @@ A view never touches a terminal. `above` and `below` are told how many rows they
 `share_height` decides that. The screen (kvtop.screens.main) and `--once` (kvtop.once) draw the same views.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtools.output import visible_width
 from kvtools.units import format_size
 from kvtop.columns import Column, Order, Row
 from kvtop.model import Model
-from kvtop.text import FRAME_FROM, Line, Span, box, fit, span
+from kvtop.text import FRAME_FROM, Line, Span, box, cell, fit, safe, span, wrap
 
 
 def nothing(model: Model, width: int, height: int) -> list[Line]:
@@ -40,7 +42,7 @@ class View:
     columns: tuple[Column, ...]
     rows: Callable[[Model], Sequence[Row]]
     order: Order
-    empty: str
+    empty: Callable[[Model], str]
     """What to say when there are no rows at all."""
     above: Callable[[Model, int, int], list[Line]] = nothing
     detail: DetailOf | None = None
@@ -93,6 +95,28 @@ def share_height(height: int, above: int, pane: int, rows: int, *, spare: bool =
     return Share(up, rest - low, low)
 
 
+SHM = "/dev/shm"  # noqa: S108 - a name to show
+
+
+def nothing_in(text: str) -> Callable[[Model], str]:
+    """What a table says that has no rows: `text` with {shm} for the folder that was read, or that it could not be read.
+
+    That there is no daemon, segment or number is a claim about a folder that was looked into.
+    """
+
+    def say(model: Model) -> str:
+        shm = (model.snapshot.shm if model.snapshot else "") or SHM
+        for problem in model.snapshot.problems if model.snapshot else ():
+            if problem.source == shm:
+                return safe(problem.message if shm in problem.message else f"{shm}: {problem.message}")
+        return safe(text.format(shm=shm))
+
+    return say
+
+
+NO_DAEMON = nothing_in("no daemon publishes in {shm}: start one with kvd serve")
+
+
 def amount(value: float) -> Line:
     """Bytes, for a cell."""
     return span(format_size(value))
@@ -124,6 +148,46 @@ def count(value: float) -> str:
                 return f"{number:.0f}" if number == int(number) or abs(number) >= 100 else f"{number:.3g}"
             return f"{number:.3g}{unit}"
     return f"{value:.2e}"
+
+
+def figure(value: float, columns: int = 14) -> str:
+    """A published number in at most so many columns: whole ones with commas, others with as many digits as mean something.
+
+    Never with an exponent where there is room without one: 0.00012, not 1.2e-04.
+    """
+    value = value + 0.0 if value else 0.0  # no minus zero
+    if value == int(value):
+        text = f"{value:,.0f}"
+    else:
+        if abs(value) < 1e-8:
+            return count(value)
+        # Six significant digits, and at least three of a small number.
+        places = max(0, min(11, 5 - math.floor(math.log10(abs(value)))))
+        text = f"{value:,.{places}f}"
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+    return text if (len(text) <= columns and text not in ("0", "-0", "")) or not value else count(value)
+
+
+def grid_of(items: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    """Names and values in as many columns as there is room for; no name is cut, and on a narrow screen the value is below it."""
+    if not items or width <= 0:
+        return []
+    label, value = (max(visible_width(one[part]) for one in items) for part in (0, 1))
+    value = max(value, 12)
+    if label + 2 + value > width:
+        lines: list[Line] = []
+        for name, shown in items:
+            lines += wrap((Span(name, "dim"), Span("  "), Span(shown)), width, hang=2)
+        return lines
+    columns = max(1, (width + 3) // (label + 2 + value + 3))
+    lines = []
+    for begin in range(0, len(items), columns):
+        line: list[Span] = []
+        for name, shown in items[begin : begin + columns]:
+            line += [Span("   ")] if line else []
+            line += [Span(cell(name, label) + "  ", "dim"), Span(cell(shown, value))]
+        lines.append(tuple(line))
+    return lines
 
 
 def load_style(share: float, warn: float = 90.0, bad: float = 100.0) -> str:

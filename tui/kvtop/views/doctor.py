@@ -94,6 +94,6 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
 
 
 VIEW = View(
-    "doctor", "Doctor", COLUMNS, rows, Order("status", rising=True), "the doctor has not looked yet",
+    "doctor", "Doctor", COLUMNS, rows, Order("status", rising=True), lambda _: "the doctor has not looked yet",
     above=above, detail=detail, pane=10,
 )  # fmt: skip

@@ -47,4 +47,4 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     return Detail(safe(event.subject), "", lines)
 
 
-VIEW = View("events", "Events", COLUMNS, rows, Order("time"), "nothing has happened since kvtop started", detail=detail)
+VIEW = View("events", "Events", COLUMNS, rows, Order("time"), lambda _: "nothing has happened since kvtop started", detail=detail)

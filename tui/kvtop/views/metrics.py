@@ -8,7 +8,7 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Series
 from kvtop.text import Line, graph, pairs, safe, span, spark
-from kvtop.views.base import Detail, View, count
+from kvtop.views.base import Detail, View, count, figure, nothing_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def shown(series: Series, value: float, *, rate: bool = False) -> str:
         return format_rate(value) if rate else format_size(value)
     if series.unit == "seconds" and not rate:
         return format_duration(value)
-    return f"{count(value)}/s" if rate else f"{value:,.6g}" if value % 1 else f"{value:,.0f}"
+    return f"{count(value)}/s" if rate else figure(value)
 
 
 def _value(item: Value, width: int, model: Model) -> Line:
@@ -91,6 +91,6 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
 
 
 VIEW = View(
-    "metrics", "Metrics", COLUMNS, rows, Order("name", rising=True), "nobody publishes numbers on this host",
+    "metrics", "Metrics", COLUMNS, rows, Order("name", rising=True), nothing_in("nobody publishes numbers in {shm}"),
     detail=detail, pane=10,
 )  # fmt: skip

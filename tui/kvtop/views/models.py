@@ -12,8 +12,8 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.daemon import state_word
 from kvtop.model import Model
 from kvtop.snapshot import Snapshot, Stats
-from kvtop.text import Line, Span, bar, cell, pairs, safe, span
-from kvtop.views.base import Detail, View, amount, count, per_second, ratio
+from kvtop.text import Line, bar, pairs, safe, span
+from kvtop.views.base import Detail, View, amount, count, figure, grid_of, nothing_in, per_second, ratio
 
 _LABELS = ("model", "namespace")
 
@@ -166,17 +166,11 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     if use.segments:
         lines.append(pairs([("segments", span(safe(", ".join(use.segments))))]))
         lines.append(_bar(use, width, model))
-    each = 44
-    columns = max(1, width // each)
-    names = sorted(use.values)
-    for begin in range(0, len(names), columns):
-        line: list[Span] = []
-        for name in names[begin : begin + columns]:
-            value = use.values[name]
-            shown = format_size(value) if "bytes" in name else f"{value:,.6g}"
-            line += [Span(cell(name, 27) + " ", "dim"), Span(cell(shown, each - 28))]
-        lines.append(tuple(line))
+    values = sorted(use.values.items())
+    lines += grid_of([(safe(name), format_size(value) if "bytes" in name else figure(value)) for name, value in values], width)
     return Detail(safe(use.name), use.kind, lines)
 
 
-VIEW = View("models", "Models", COLUMNS, rows, Order("held"), "no segment, gate or engine names a model", detail=detail, pane=10)
+VIEW = View(
+    "models", "Models", COLUMNS, rows, Order("held"), nothing_in("no segment, gate or engine names a model"), detail=detail, pane=10
+)

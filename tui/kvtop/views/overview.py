@@ -10,7 +10,7 @@ from kvtop.daemon import Daemon, Tier
 from kvtop.model import Model
 from kvtop.snapshot import FRESH, GONE, Engine, Gpu, Snapshot
 from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark, width_of
-from kvtop.views.base import count, level_mark, load_style, per_second, percent, ratio
+from kvtop.views.base import NO_DAEMON, count, level_mark, load_style, per_second, percent, ratio
 from kvtop.views.segments import segment_view, totals
 
 _WIDE = 100
@@ -197,7 +197,7 @@ def _meter(label: str, parts: list[tuple[float, str]], total: float, text: str, 
 
 def _daemons(model: Model, width: int) -> list[tuple[str, list[Line], str]]:
     if not model.daemons:
-        return [("kvd", [span("no daemon on this host: start one with kvd serve", "dim")], "")]
+        return [("kvd", [span(NO_DAEMON(model), "dim")], "")]
     return [(daemon.name, _daemon(model, daemon, width - 4), _note(model, daemon)) for daemon in model.daemons]
 
 

@@ -7,7 +7,7 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Process
 from kvtop.text import Line, graph, pairs, safe, span, spark
-from kvtop.views.base import Detail, View, amount, percent
+from kvtop.views.base import Detail, View, amount, nothing_in, percent
 
 
 def _cpu(process: Process, width: int, model: Model) -> Line:
@@ -83,5 +83,5 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
 
 VIEW = View(
     "processes", "Processes", COLUMNS, rows, Order("cpu"),
-    "no process of this pid namespace owns a segment or publishes numbers", detail=detail, pane=12,
+    nothing_in("no process of this pid namespace owns a segment or publishes numbers in {shm}"), detail=detail, pane=12,
 )  # fmt: skip

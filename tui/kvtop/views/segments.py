@@ -9,7 +9,7 @@ from kvtop.model import Model
 from kvtop.query import Value
 from kvtop.snapshot import DEAD, LIVE, Segment
 from kvtop.text import Line, Span, bar, graph, pairs, safe, span, spark
-from kvtop.views.base import Detail, View, amount, load_style, nothing, percent
+from kvtop.views.base import Detail, View, amount, load_style, nothing, nothing_in, percent
 
 _WORDS = {LIVE: "live", DEAD: "stale", "unknown": "unknown"}
 
@@ -167,7 +167,7 @@ def segment_view(view_id: str, title: str, above: object = nothing, pane: int = 
     """The segments table as a view; the overview and view 2 differ in what is around it."""
     return View(
         view_id, title, COLUMNS, rows, Order("used"),
-        "no segments in /dev/shm: an engine with the elastic pool makes one when it starts",
+        nothing_in("no segments in {shm}: an engine with the elastic pool makes one when it starts"),
         above=above, detail=detail, pane=pane, spare=spare,  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -3,13 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtools.output import visible_width
 from kvtools.units import format_duration, format_rate, format_size
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.daemon import Daemon, Tier, histograms, quantiles
 from kvtop.model import Model
 from kvtop.query import Value
-from kvtop.text import Line, Span, bar, cell, clip_text, fit, graph, pairs, safe, span, spark
-from kvtop.views.base import Detail, View, amount, count, load_style, per_second, percent, ratio
+from kvtop.text import Line, Span, bar, cell, clip_text, fit, graph, pairs, safe, span, spark, width_of, wrap
+from kvtop.views.base import (
+    NO_DAEMON,
+    Detail,
+    View,
+    amount,
+    count,
+    figure,
+    grid_of,
+    load_style,
+    per_second,
+    percent,
+    ratio,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +208,12 @@ def rows(model: Model) -> Sequence[Row]:
 def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One level: latencies, throughput over time, and every value that carries the tier's name."""
     level: Level = row.item
-    lines = [_sums(level, model), *latencies(level, model)]
+    lines = [*wrap(_sums(level, model), width), *latencies(level, model, width)]
     left = height - len(lines)
     if left >= 4:
         load, store = model.history.points(level.load_key, width), model.history.points(level.store_key, width)
         values = [a + b for a, b in zip(load, store, strict=False)]
-        lines.append(span(f"bytes a second, loads and stores, up to {format_rate(max(values, default=0.0))}", "dim"))
+        lines += wrap(span(f"bytes a second, loads and stores, up to {format_rate(max(values, default=0.0))}", "dim"), width)
         lines += graph(values, width, min(8, max(3, left - 8)), model.glyphs)
     return Detail(f"{safe(level.name)} of {level.daemon.name}", level.type, lines + _values(level, width))
 
@@ -213,22 +226,35 @@ def _sums(level: Level, model: Model) -> Line:
     ])  # fmt: skip
 
 
-def latencies(level: Level, model: Model) -> list[Line]:
-    """p50, p90, p99 of every histogram that belongs to this level (a tier's carry its label)."""
-    out: list[Line] = []
+_QUANTILES = (0.5, 0.9, 0.99)
+
+
+def latencies(level: Level, model: Model, width: int) -> list[Line]:
+    """p50, p90, p99 of every histogram that belongs to this level (a tier's carry its label). Where a name and its numbers do
+    not fit in one line, the numbers stand below."""
+    found: list[tuple[str, Line]] = []
     for name, sets in histograms(level.daemon.stats).items():
         for labels in sets:
             if labels.get("tier", "arena") != level.name:
                 continue
-            found = quantiles(level.daemon.stats, name, (0.5, 0.9, 0.99), labels)
+            values = quantiles(level.daemon.stats, name, _QUANTILES, labels)
             rest = ",".join(f"{k}={v}" for k, v in labels.items() if k not in ("tier", "type"))
-            title = f"{name}{{{rest}}}" if rest else name
-            head = Span(cell(title, 33) + " ", "dim")
-            if found is None:
-                out.append((head, Span("nothing yet", "dim")))
+            title = safe(f"{name}{{{rest}}}" if rest else name)
+            if values is None:
+                found.append((title, span("nothing yet", "dim")))
                 continue
-            words = [(f"p{round(100 * q)}", span(format_duration(value))) for q, value in zip((0.5, 0.9, 0.99), found, strict=True)]
-            out.append((head, *pairs(words)))
+            # Each number in columns of its own, so that they stand below each other whatever they are.
+            words = [
+                (f"p{round(100 * q)}", span(format_duration(value).ljust(8))) for q, value in zip(_QUANTILES, values, strict=True)
+            ]
+            found.append((title, pairs(words, gap=" ")))
+    label = max((visible_width(title) for title, _ in found), default=0)
+    numbers = max((width_of(line) for _, line in found), default=0)
+    if label + 2 + numbers <= width:
+        return [(Span(cell(title, label) + "  ", "dim"), *line) for title, line in found]
+    out: list[Line] = []
+    for title, line in found:
+        out += [*wrap(span(title, "dim"), width), *wrap((Span("  "), *line), width, hang=2)]
     return out
 
 
@@ -239,19 +265,16 @@ def _values(level: Level, width: int) -> list[Line]:
     else:
         source = dict(level.tier.values)
     names = sorted(source)
-    each = 38
-    columns = max(1, width // each)
-    lines = []
-    for begin in range(0, len(names), columns):
-        line: list[Span] = []
-        for name in names[begin : begin + columns]:
-            shown = format_size(source[name]) if "bytes" in name else f"{source[name]:,.6g}"
-            line += [Span(cell(name.removeprefix("tier_"), 23) + " ", "dim"), Span(cell(shown, each - 24))]
-        lines.append(tuple(line))
-    return lines
+    return grid_of(
+        [
+            (safe(name.removeprefix("tier_")), format_size(source[name]) if "bytes" in name else figure(source[name]))
+            for name in names
+        ],
+        width,
+    )
 
 
 VIEW = View(
-    "tiers", "Tiers", COLUMNS, rows, Order("name", rising=True), "no daemon on this host: start one with kvd serve",
+    "tiers", "Tiers", COLUMNS, rows, Order("name", rising=True), NO_DAEMON,
     above=above, detail=detail, pane=16,
 )  # fmt: skip

@@ -16,14 +16,15 @@ from textual.strip import Strip
 
 from kvtools.output import visible_width
 from kvtop.palette import Palette
-from kvtop.text import Line, Span, fit
+from kvtop.text import UNICODE, Glyphs, Line, Span, fit
 
 
 class Styles:
     """Rich styles of one palette, by style word; made once a theme. All widgets share one object."""
 
-    def __init__(self, palette: Palette) -> None:
+    def __init__(self, palette: Palette, glyphs: Glyphs = UNICODE) -> None:
         self.palette = palette
+        self.glyphs = glyphs
         self._made: dict[str, Style] = {}
         self.wear(palette)
 
@@ -38,7 +39,9 @@ class Styles:
     def strip(self, line: Line, width: int, base: Style) -> Strip:
         """A line of exactly `width` columns over a base style."""
         segments = [
-            Segment(part.text, base + self.get(part.style) if part.style else base) for part in fit(line, width) if part.text
+            Segment(self.glyphs.spell(part.text), base + self.get(part.style) if part.style else base)
+            for part in fit(line, width)
+            if part.text
         ]
         return Strip(segments, width)
 
