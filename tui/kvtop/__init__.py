@@ -4,7 +4,7 @@
     settings   flag > environment > file > default
     snapshot   what one tick saw: immutable types
     source     reads a host into a snapshot, with procs (processes), gpus, engines (their own /metrics)
-    record     recordings, written and read;  replay: a recording as a source
+    record     recordings, written;  recording: read, around what is damaged;  replay: one as a source
     doctor     kvdoctor's rules, for the doctor view
     reader     the thread that reads, so that nothing stops the screen
     model      the newest snapshot and all that is derived from it:

@@ -179,4 +179,4 @@ def test_no_place_for_a_history_is_no_failure(shm: Path, tmp_path: Path) -> None
 
 def test_without_a_terminal_bare_kvctl_prints_help_and_exits_2() -> None:
     ran = run_cli("kvctl", stdin="list\n")
-    assert (ran.rc, ran.stdout.startswith("Usage: kvctl"), ran.stderr) == (2, True, "")
+    assert (ran.rc, ran.stdout, ran.stderr.startswith("Usage: kvctl")) == (2, "", True)

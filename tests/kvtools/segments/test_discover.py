@@ -26,7 +26,8 @@ def test_everything_is_found_and_told_apart(tmp_path: Path) -> None:
     (tmp_path / "copy").rename(tmp_path / "kvtools.gate.abc")
     (tmp_path / ".kvtools.kvd.abc.77.0").write_bytes(b"")
     (tmp_path / "kvtools.kvd.unsound").write_bytes(b"x")
-    (tmp_path / "foreign").write_bytes(b"x" * 24)
+    (tmp_path / "foreign").write_bytes(b"x" * 25)
+    (tmp_path / "damaged").write_bytes(b"x" * 24)
 
     found = discover.look(tmp_path)
     assert {p.name: p.state for p in found.pools} == {"dead": "stale", "kvcached_vLLM_1": "unknown", "live": "live"}
@@ -37,7 +38,7 @@ def test_everything_is_found_and_told_apart(tmp_path: Path) -> None:
         ("stats", "kvtools.gate.abc"),
         ("temporary", ".kvtools.kvd.abc.77.0"),
     ]
-    assert [p.name for p in found.problems] == ["kvtools.kvd.unsound"]
+    assert [p.name for p in found.problems] == ["damaged", "kvtools.kvd.unsound"]
     stale = found.pool("dead")
     assert stale is not None
     assert stale.evidence == f"nobody holds the lock on its owner file; recorded owner: pid {dead.pid} is gone"

@@ -1,6 +1,6 @@
 """The Textual side of kvtop.
 
-    dashboard  the app: themes, the reading thread
+    dashboard  the app: themes, the reading thread;  typing: keys one after another, none lost to what they open
     main       the one screen, on jobs (what runs on a thread)
     dialogs    what opens over it; changes: the two questions that change something
     pictures   the screen as SVG;  theme: palettes as Textual themes
