@@ -41,6 +41,7 @@ class MemInfoTracker:
         try:
             pool.create_pool(name, self.limit_bytes, root=root)
             self._file = pool.PoolFile(name, root=root, writable=True, timeout_s=PATIENCE_S)
+            self._owner.started(self.limit_bytes)
         except BaseException:
             self._owner.close()
             raise

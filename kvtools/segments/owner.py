@@ -312,6 +312,15 @@ class OwnerLock:
         """Replace what the engine says about itself, keeping the limits."""
         self._rewrite(lambda owner: owner._replace(info=info))
 
+    def started(self, limit_bytes: int) -> None:
+        """Note the limit that this engine starts with, where a dead one's history was kept: what that one was asked is over."""
+
+        def begin(owner: Owner) -> Owner:
+            first = LimitEntry(limit_bytes, "its engine, at its start", self._clock(), "applied")
+            return owner._replace(limits=(*owner.limits, first)) if owner.limits else owner
+
+        self._rewrite(begin)
+
     def mark(self, limit_bytes: int, state: str, *, effective_bytes: int | None = None, reason: str = "") -> None:
         """Answer the newest entry for `limit_bytes`: "applied" or "deferred". A limit nobody noted gets an entry of its own."""
 

@@ -309,6 +309,24 @@ def test_what_a_killed_pool_leaves_is_provably_stale(start: Start, shm_name: Nam
 
 
 @pytest.mark.real("segments")
+def test_what_a_dead_engine_was_asked_is_over_when_the_next_one_starts(start: Start, shm_name: Name, cli: Cli) -> None:
+    name = shm_name()
+    start(name).end(signal.SIGKILL)
+    assert cli("kvctl", "limit", name, "8M").rc == 0
+    engine = start(name)
+    assert pool.read_pool(name).limit_bytes == 64 * MIB
+    said = owner.read_owner(name)
+    assert said is not None
+    assert [(one.limit_bytes, one.state) for one in said.limits] == [(8 * MIB, "pending"), (64 * MIB, "applied")]
+    assert "64 MiB by its engine, at its start, applied" in cli("kvctl", "show", name).stdout
+    engine.end()
+    fresh = start(name)
+    said = owner.read_owner(name)
+    assert said is not None
+    assert (said.pid, said.limits) == (fresh.pid, ()), "a file of its own begins without a history"
+
+
+@pytest.mark.real("segments")
 def test_a_pool_that_ends_well_leaves_nothing(start: Start, shm_name: Name) -> None:
     name = shm_name()
     engine = start(name)
