@@ -129,6 +129,9 @@ class KVCacheManager:
                 self._bucket(page, capacity)
                 self._spare += capacity
             opened += pages
+        if self._last_page in opened and self._spare - self._last_capacity >= count:
+            # The last page may be short, so another one came after it. Left open with no block in use it would stay for ever.
+            self._close_unused([self._last_page])
         return True
 
     def _close_unused(self, pages: Sequence[int]) -> None:

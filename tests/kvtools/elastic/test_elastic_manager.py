@@ -170,12 +170,33 @@ def test_a_device_without_room_is_no_error_and_costs_nothing() -> None:
     assert manager.certain == 0
 
 
+def test_a_short_last_page_that_is_not_needed_does_not_stay_open() -> None:
+    """Page 2 has one block: taken for the second of two pages it is too little, and with a third one too much."""
+    device = Device()
+    device.there = {1, 2}
+    allocator = PageAllocator(device, 3, min_reserved=0, max_reserved=0, resident=[1, 2])
+    manager = KVCacheManager(allocator, 9, 4, 4)
+    blocks = manager.alloc(7)
+    assert blocks is not None
+    assert {block // 4 for block in blocks} == {0, 1}
+    assert allocator.used == 2
+    manager.resize(4)
+    manager.free(blocks)
+    assert (manager.over_pages, device.there) == (0, set())
+    blocks = manager.alloc(9)
+    assert blocks is None, "the limit"
+    manager.resize(12)
+    blocks = manager.alloc(9)
+    assert blocks is not None
+    assert allocator.used == 3
+
+
 class Model(RuleBasedStateMachine):
     """Any order of calls: no block twice, none without memory, the limit obeyed, and every block found again in the end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = Device(room=9)
+        self.device = Device(room=12)
         self.allocator = PageAllocator(self.device, 12, min_reserved=1, max_reserved=2)
         self.manager = KVCacheManager(self.allocator, 45, 4, 4)
         self.held: list[int] = []
