@@ -8,7 +8,7 @@ tried again; nothing but a signal ends a watch.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,16 @@ def _yaml(text: bytes, file: Path) -> Any:
         """SafeLoader lets a later key win in silence: two entries for one segment are a slip, so it is an error here."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            merge = "tag:yaml.org,2002:merge"  # `<<: *other`: keys that come by it may be given anew
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-            for i, key in enumerate(keys):
-                if key in keys[:i]:
-                    raise PlanError(f"plan {printable(str(file))}, line {node.start_mark.line + 1}: {key!r} is given twice")
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":  # `<<: *other`: keys that come by it may be given anew
+                    continue
+                word = self.construct_object(key, deep=True)
+                if not isinstance(word, Hashable):
+                    continue  # an error of its own
+                if word in seen:
+                    raise PlanError(f"plan {printable(str(file))}, line {node.start_mark.line + 1}: {word!r} is given twice")
+                seen.add(word)
             return super().construct_mapping(node, deep)
 
     try:

@@ -21,6 +21,7 @@ roll-back. Concurrency: one apply at a time is the operator's business; two cann
 """
 
 import fnmatch
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -113,6 +114,14 @@ class Target:
         return self.limit_bytes == 0 < self.reading.limit_bytes
 
 
+def _shown(value: Any) -> str:
+    """`value` for a message, short: a plan may hold lists of lists of lists, each by an alias."""
+    limits = reprlib.Repr()
+    limits.maxstring = limits.maxother = 60
+    limits.maxlevel, limits.maxlist, limits.maxdict, limits.maxset = 2, 3, 3, 3
+    return limits.repr(value)
+
+
 # --- parsing ---------------------------------------------------------------------------------------------------------
 
 _TOP = {"budget", "segments", "idle_after"}
@@ -139,7 +148,7 @@ def parse_plan(data: Any) -> Plan:
 def _name(key: Any) -> str:
     """The name or pattern `key`. What YAML takes for a number, a date or a truth value (`on`, `012`) is not guessed back."""
     if not isinstance(key, str):
-        raise PlanError(f"segments: a name has to be text, and YAML reads this one as {key!r}", hint="put the name in quotes")
+        raise PlanError(f"segments: a name has to be text, and YAML reads this one as {_shown(key)}", hint="put the name in quotes")
     if any(c in key for c in "*?["):
         return key
     try:
@@ -159,9 +168,9 @@ def _share(name: str, value: Any) -> Share:
         raise PlanError(f"{where}: the ceiling is below the floor")
     priority, optional = body.get("priority", 0), body.get("optional", False)
     if not isinstance(priority, int) or isinstance(priority, bool):
-        raise PlanError(f"{where}.priority: not a whole number: {priority!r}")
+        raise PlanError(f"{where}.priority: not a whole number: {_shown(priority)}")
     if not isinstance(optional, bool):
-        raise PlanError(f"{where}.optional: not true or false: {optional!r}")
+        raise PlanError(f"{where}.optional: not true or false: {_shown(optional)}")
     limit = None if body.get("limit") is None else _size(body["limit"], f"{where}.limit")
     return Share(name, limit, _weight(body.get("weight", 1), where), floor, ceiling, priority, optional)
 
@@ -169,7 +178,7 @@ def _share(name: str, value: Any) -> Share:
 def _weight(value: Any, where: str) -> Fraction:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9:
         return Fraction(str(value))
-    raise PlanError(f"{where}.weight: not a number above 0: {value!r}")
+    raise PlanError(f"{where}.weight: not a number above 0 and below 1e9: {_shown(value)}")
 
 
 def _budget(value: Any) -> tuple[int | None, int | None, float | None]:
@@ -178,9 +187,9 @@ def _budget(value: Any) -> tuple[int | None, int | None, float | None]:
     body = _mapping(value, "budget", {"gpu", "percent"})
     gpu, percent = body.get("gpu"), body.get("percent", 100)
     if not isinstance(gpu, int) or isinstance(gpu, bool) or gpu < 0:
-        raise PlanError(f"budget.gpu: not the number of a GPU: {gpu!r}")
+        raise PlanError(f"budget.gpu: not the number of a GPU: {_shown(gpu)}")
     if not isinstance(percent, int | float) or isinstance(percent, bool) or not 0 < percent <= 100:
-        raise PlanError(f"budget.percent: not above 0 and up to 100: {percent!r}")
+        raise PlanError(f"budget.percent: not above 0 and up to 100: {_shown(percent)}")
     return None, gpu, float(percent)
 
 
@@ -188,13 +197,13 @@ def _mapping(value: Any, where: str, known: set[str] | None) -> Mapping[str, Any
     if not isinstance(value, Mapping):
         raise PlanError(f"{where}: not a mapping of names to values")
     if known is not None and (unknown := sorted(str(key) for key in value if key not in known)):
-        raise PlanError(f"{where}: unknown key {unknown[0]!r}", hint="known keys: " + ", ".join(sorted(known)))
+        raise PlanError(f"{where}: unknown key {_shown(unknown[0])}", hint="known keys: " + ", ".join(sorted(known)))
     return value
 
 
 def _size(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PlanError(f"{where}: not a size: {value!r}", hint="write a number and one of B, K, M, G, T, such as 4G")
+        raise PlanError(f"{where}: not a size: {_shown(value)}", hint="write a number and one of B, K, M, G, T, such as 4G")
     try:
         return parse_size(str(value))
     except UsageError as error:
@@ -204,6 +213,8 @@ def _size(value: Any, where: str) -> int:
 
 
 def _duration(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise PlanError(f"{where}: not a duration: {_shown(value)}", hint="write a number and one of ms, s, m, h, d, such as 60s")
     try:
         return parse_duration(str(value))
     except UsageError as error:

@@ -81,6 +81,27 @@ def test_bad_plans_change_nothing(kvctl: Kvctl, shm: Path, plan: Callable[[str],
     assert limits(shm) == {"x": GiB}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "budget: {bomb}\nsegments: {x: {}}", "budget: {gpu: {bomb}}\nsegments: {x: {}}", "segments: {x: {limit: {bomb}}}",
+        "segments: {x: {bomb}}", "idle_after: {bomb}\nsegments: {x: {limit: 1G}}", "segments: {x: {priority: {bomb}}}",
+        "budget: 1G\nsegments: {x: {weight: {bomb}}}", "{bomb}",
+    ],
+)  # fmt: skip
+def test_a_plan_of_lists_of_lists_is_refused_in_a_line(kvctl: Kvctl, plan: Callable[[str], Path], text: str) -> None:
+    levels = [f"&l{i} [{', '.join([f'*l{i - 1}' if i else 'x'] * 9)}]" for i in range(20)]
+    ran = kvctl("apply", plan(text.replace("{bomb}", f"[{', '.join(levels)}]")))
+    assert (ran.rc, len(ran.stderr) < 600) == (2, True), ran.stderr[:600]
+
+
+def test_a_plan_of_many_segments(kvctl: Kvctl, plan: Callable[[str], Path]) -> None:
+    many = "".join(f"  s{i}: {{limit: 1M, optional: true}}\n" for i in range(500))
+    assert kvctl("apply", plan(f"segments:\n{many}")).rc == 0
+    ran = kvctl("apply", plan(f"segments:\n{many}  s7: {{}}\n"))
+    assert (ran.rc, "'s7' is given twice" in ran.stderr) == (2, True)
+
+
 def test_files_that_are_no_plan(kvctl: Kvctl, tmp_path: Path) -> None:
     assert kvctl("apply", tmp_path / "none.yaml").rc == 3
     assert kvctl("apply", tmp_path).rc == 4
