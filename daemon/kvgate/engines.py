@@ -4,7 +4,8 @@
                                      |-> ended, or not in time: end the group, pause, and again
 
 Engines that share a device start one after the other, in the configuration's order: each measures the free memory it
-finds, and two that measure at once both take it. Instances that name no device share one place in that order.
+finds, and two that measure at once both take it. Instances that name no device share one place in that order. None is started
+where something listens on its port already: that would be taken for it.
 
 An engine that ends is started again after 1 s, then 2, 4, up to 60; one that served for a minute starts again at 1 s.
 Meanwhile its model is `starting` and requests wait; after three starts in a row that never served it is `failed` and they
@@ -26,9 +27,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from kvgate.config import GateConfig, ModelConfig
+from kvgate.errors import EngineError
 from kvgate.launcher import Held, Subprocess, Tmux, argv, environment, segment_of
 from kvgate.router import Backend, Router
-from kvtools.errors import KvError, NotFound
+from kvtools.errors import KvError, NotFound, hint_for
 from kvtools.output import printable
 from kvtools.segments import owner, pool
 from kvtools.segments.files import SHM
@@ -37,11 +39,12 @@ log = logging.getLogger("kvgate.engines")
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 STEADY_S = 60.0
 VAIN_STARTS = 3
+LISTENS_S = 1.0
 LOG_BYTES = 16 << 20
 
 
 class EngineLog:
-    """One engine's output on disk, and its last lines in memory."""
+    """One engine's output on disk, and its last lines in memory. A place that cannot be written costs the log, not the engine."""
 
     def __init__(self, path: Path | None, limit: int = LOG_BYTES) -> None:
         self.path = path
@@ -50,30 +53,40 @@ class EngineLog:
         self._fd = -1
         self.last: deque[str] = deque(maxlen=3)
         self._unfinished = b""
-        if path is not None:
-            self._open()
+        self._said = False
+        self._put(b"")
 
-    def _open(self) -> None:
-        assert self.path is not None
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o600)
+    def _open(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
         self._written = os.fstat(self._fd).st_size
 
     def write(self, piece: bytes) -> None:
-        """Keep `piece`. A full disk costs the log, not the engine."""
+        """Keep `piece`. Raises nothing."""
         *lines, self._unfinished = (self._unfinished + piece[-4096:]).split(b"\n")
         for line in lines:
             if line.strip():
                 self.last.append(printable(line.decode(errors="replace").strip())[:300])
-        if self._fd < 0 or self.path is None:
+        self._put(piece)
+
+    def _put(self, piece: bytes) -> None:
+        """Append to the file, which is opened where it is not open yet; that it cannot be done is said once."""
+        if self.path is None:
             return
-        with contextlib.suppress(OSError):
-            if self._written + len(piece) > self._limit:
+        try:
+            if self._fd >= 0 and self._written + len(piece) > self._limit:
                 self.path.replace(self.path.with_suffix(".log.1"))
-                os.close(self._fd)
-                self._open()
+                self.close()
+            if self._fd < 0:
+                self._open(self.path)
             os.write(self._fd, piece)
             self._written += len(piece)
+            self._said = False
+        except OSError as error:
+            if not self._said:
+                hint = hint_for(error, "log_dir says where logs go")
+                log.warning("no log of the engine: %s: %s; %s", self.path, error.strerror or error, hint)
+            self._said = True
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -108,9 +121,12 @@ class Engine:
             try:
                 served_s = await self._once()
             except KvError as error:
-                self._report(error.message)
+                self._vain += 1
+                self._report(f"engine {self.name}: {error.message}")
             except OSError as error:
-                self._report(f"cannot be started: {error.strerror or error}")
+                self._vain += 1
+                about = f" ({error.filename})" if error.filename else ""
+                self._report(f"engine {self.name} cannot be started: {error.strerror or error}{about}")
             if not self.instance.restart:
                 self._report(self.backend.machine.last_error, final=True)
                 return
@@ -127,8 +143,8 @@ class Engine:
             async with self._supervisor.turn(self.config):
                 if self._supervisor.make_room is not None:
                     await self._supervisor.make_room(self.config.name)
-                self.backend.process_up = True
                 held = await self._hold(output)
+                self.backend.process_up = True
                 ended = asyncio.create_task(held.wait())
                 ready = await self._becomes_ready(ended)
                 if ready:
@@ -164,8 +180,24 @@ class Engine:
         shown = ["***" if before == "--api-key" else word for before, word in zip(["", *words], words, strict=False)]
         log.info("%s: starting: %s", self.name, " ".join(shown))
         if self.instance.launcher == "tmux":
-            return await Tmux.start(self.name, words, env, os.environ)
+            return await Tmux.start(self.name, words, env, os.environ, self._port_is_free)
+        await self._port_is_free()
         return await Subprocess.start(words, env, output.write)
+
+    async def _port_is_free(self) -> None:
+        """Raises EngineError where something listens already: it would be taken for our engine, and ours could not listen."""
+        endpoint = self.config.endpoint
+        try:
+            async with asyncio.timeout(LISTENS_S):
+                _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        except (OSError, TimeoutError):
+            return
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        raise EngineError(
+            f"not started: something listens on {endpoint.host}:{endpoint.port} already (another gate's engine, or one left over?)"
+        )
 
     async def _becomes_ready(self, ended: "asyncio.Task[int]") -> bool:
         """Wait until the engine serves (True), ends, or its time is over (False)."""
@@ -281,7 +313,7 @@ class Supervisor:
         try:
             self._log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            log.warning("no engine logs: %s: %s", self._log_dir, error.strerror)
+            log.warning("no engine logs: %s: %s; %s", self._log_dir, error.strerror, hint_for(error, "log_dir says where logs go"))
             return None
         return self._log_dir / f"{name.replace('/', '_')}.log"
 

@@ -56,11 +56,12 @@ def _run(config: GateConfig, allow_open: bool) -> None:
 
     import uvloop
 
-    from kvgate.serve import listen, serve
+    from kvgate.serve import Claim, listen, serve
 
+    claim = Claim(config.path)
     sock = listen(config, allow_open=allow_open)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, sock, allow_open=allow_open))
+        runner.run(serve(config, sock, allow_open=allow_open, claim=claim))
 
 
 def _address(config: GateConfig, host: str | None, port: int | None) -> Resolved:

@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -215,11 +215,13 @@ class Tmux:
         asyncio.get_running_loop().add_reader(pidfd, self._on_exit)
 
     @classmethod
-    async def start(cls, name: str, words: Sequence[str], env: Mapping[str, str], base: Mapping[str, str]) -> "Tmux":
+    async def start(
+        cls, name: str, words: Sequence[str], env: Mapping[str, str], base: Mapping[str, str], ready: Callable[[], Awaitable[None]]
+    ) -> "Tmux":
         """Start `words` in session `kvgate-NAME`, or take over what a gate that was killed left there. Raises EngineError.
 
         Taken over is only the very same command and environment: it holds a GPU and has a model loaded. Anything else is
-        ended first. A session whose gate is alive is that gate's, and is left alone.
+        ended first. `ready` may refuse a new start, by raising. A session whose gate is alive is that gate's, and is left alone.
         """
         session = "kvgate-" + re.sub(r"[^A-Za-z0-9_-]", "-", name)
         found = _program(words[0], env)
@@ -227,6 +229,7 @@ class Tmux:
         digest = hashlib.sha256("\0".join([found, *words[1:], *sorted(changed)]).encode()).hexdigest()[:32]
         if left := await cls._left(session, digest):
             return left
+        await ready()
         # Several words after the options are run as they are, without a shell.
         await _tmux("new-session", "-d", "-s", session, *changed, "--", found, *words[1:])
         pid = int(await _tmux("display-message", "-p", "-t", f"={session}:", "#{pane_pid}"))

@@ -74,6 +74,8 @@ class Backend:
 
     async def look(self) -> None:
         """One look at the engine."""
+        if self.process_up is False:
+            return  # whatever answers at its place is not the engine that kvgate starts
         await self.machine.check()
         if self.machine.reachable and not self.card:
             await self._fetch_card()

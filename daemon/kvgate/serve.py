@@ -6,17 +6,24 @@ Stop (SIGTERM, SIGINT): not ready -> no new connections -> requests in flight fi
 watch -> engines (SIGTERM, up to the deadline again, then their whole group) -> health watches and queues -> segments ->
 client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
 
+A configuration belongs to one gate: two would start its engines twice, on the same ports, and put each other's to sleep. So the
+gate holds a flock on the file; after a reload on the file that was read then. `listen` and `claim` come before all else.
+
 A reload that does not parse changes nothing and is reported. Host, port, limits of the server itself and the key file's
 place are read at start only; the keys in the file are read again.
 """
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import logging
+import os
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -40,11 +47,50 @@ from kvtools.errors import KvError, Refused
 log = logging.getLogger("kvgate.serve")
 
 
+class Claim:
+    """The hold of a gate on its configuration: a lock on the file itself, whatever path leads to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises KvError where another gate has it. A pipe, or a file system without locks, is nobody's."""
+        self._fd = -1
+        self.renew(path)
+
+    def renew(self, path: Path) -> None:
+        """Hold the file that is there now, which an editor may have put in the place of the old one. Raises KvError."""
+        try:
+            if not path.is_file():
+                return  # opening a pipe once more would take what its reader waits for
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return  # whoever reads it says what is wrong
+        if self._fd >= 0 and os.path.sameopenfile(fd, self._fd):
+            os.close(fd)
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno == errno.EWOULDBLOCK:
+                raise KvError(
+                    f"another kvgate serves {path}", hint="stop it first, or give this one a configuration of its own"
+                ) from None
+            return
+        self.close()
+        self._fd = fd
+
+    def close(self) -> None:
+        """Let go."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
 class Gate:
     """Everything that runs in one `kvgate serve`. Made inside the running loop."""
 
-    def __init__(self, config: GateConfig, *, may_be_open: bool = True) -> None:
+    def __init__(self, config: GateConfig, *, may_be_open: bool = True, claim: Claim | None = None) -> None:
         self.config = config
+        self.claim = claim
         self._may_be_open = may_be_open
         self.started_wall = time.time()
         self.draining = False
@@ -78,6 +124,8 @@ class Gate:
         if config.api_keys is None and not self._may_be_open:
             raise ConfigError("router.api_keys is gone, and other machines reach this gate", hint="restart it with --allow-open")
         guard = _guard(config)
+        if self.claim is not None:
+            self.claim.renew(config.path)
         done = self.router.apply(config)
         self.supervisor.apply()
         self.room.devices = config.devices
@@ -119,7 +167,8 @@ def listen(config: GateConfig, *, allow_open: bool) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint="choose another --port") from None
+        hint = "stop what listens there, or choose another --port" if error.errno == errno.EADDRINUSE else "see --host and --port"
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", hint=hint) from None
     sock.setblocking(False)
     return sock
 
@@ -154,9 +203,9 @@ def new_server(gate: Gate) -> uvicorn.Server:
     )
 
 
-async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = False) -> None:
+async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = False, claim: Claim | None = None) -> None:
     """Serve until a signal says stop."""
-    gate = Gate(config, may_be_open=allow_open or is_loopback(config.host))
+    gate = Gate(config, may_be_open=allow_open or is_loopback(config.host), claim=claim)
     server = new_server(gate)
     loop = asyncio.get_running_loop()
 
@@ -173,7 +222,7 @@ async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = F
         try:
             gate.reload()
         except KvError as error:
-            log.error("not reloaded: %s %s", error.message, error.hint)
+            log.error("not reloaded, what was read before stays: %s%s", error.message, f" ({error.hint})" if error.hint else "")
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)

@@ -32,8 +32,8 @@ import psutil
 import uvloop
 
 from tests.bench.measure import Result
-from tests.kvgate.harness import free_port
 from tests.support.processes import SCRIPTS
+from tests.support.servers import free_port
 
 CHUNKS = 10_000
 STREAMS = 7

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,6 @@ from kvgate.serve import Gate, listen, new_server
 from kvgate.sleep import State
 
 QUICK = {"check_interval_seconds": 0.05, "idle_threshold_seconds": 3600, "min_sleep_duration": 0}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def write_config(path: Path, models: dict[str, Any], **top: Any) -> Path:

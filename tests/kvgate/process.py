@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from tests.kvgate.harness import QUICK, free_port
+from tests.kvgate.harness import QUICK
 from tests.support.processes import SCRIPTS
+from tests.support.servers import free_port
 
 FAKE = Path(__file__).with_name("fake_engine.py")
 

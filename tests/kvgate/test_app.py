@@ -215,7 +215,7 @@ def test_a_pipe_as_configuration_is_read_once_and_a_reload_does_not_wait_for_it(
         writer.join(10)
         process.process.send_signal(signal.SIGHUP)
         process.until(lambda: "not reloaded" in "".join(process.log))
-        assert "is no regular file and cannot be read again restart the gate" in "".join(process.log)
+        assert "is no regular file and cannot be read again (restart the gate)" in "".join(process.log)
         assert process.ask("/healthz")[0] == 200
     finally:
         process.stop()
@@ -236,7 +236,8 @@ def test_port_taken_and_bad_file_are_one_line(tmp_path: Path, running: GateProce
     port = running.url.rpartition(":")[2]
     config = write(tmp_path, models={"m": {"port": 1}})
     ran = run_cli("kvgate", "serve", "--config", config, "--port", port)
-    said = f"kvgate: error: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: choose another --port\n"
+    hint = "stop what listens there, or choose another --port"
+    said = f"kvgate: error: cannot listen on 127.0.0.1:{port}: Address already in use\nhint: {hint}\n"
     assert (ran.rc, ran.stderr) == (2, said)
     config.write_text("models: {m: {prt: 1}}")
     assert run_cli("kvgate", "serve", "--config", config).rc == 2
@@ -249,6 +250,51 @@ importlib.util.find_spec = lambda name, *rest: None if name == "aiohttp" else re
 from kvtools.cli import run
 run("kvgate", "kvgate.app:app", ["serve", "--config", {config!r}])
 """
+
+
+def test_one_configuration_is_one_gates(tmp_path: Path) -> None:
+    """Whatever path leads to it, also after it was replaced and read again; a gate that is gone leaves nothing to clear away."""
+    with gate(tmp_path, instances=[instance("one", tmp_path)]) as first:
+        first.until(lambda: first.state("one") == "awake")
+        link = tmp_path / "link.yaml"
+        link.symlink_to(first.config)
+
+        def refused(path: Path) -> None:
+            ran = run_cli("kvgate", "serve", "--config", path, "--port", "0")
+            assert (ran.rc, ran.stdout) == (1, "")
+            assert ran.stderr.startswith(f"kvgate: error: another kvgate serves {path}\nhint: ")
+
+        refused(first.config)
+        refused(link)
+        assert run_cli("kvgate", "serve", "--config", first.config, "--check").rc == 0, "looking is no serving"
+        fresh = tmp_path / "fresh.yaml"
+        fresh.write_text(first.config.read_text())
+        fresh.replace(first.config)
+        assert first.ask("/admin/reload", {})[0] == 200
+        refused(first.config)
+        assert first.state("one") == "awake"
+        assert len(notes(tmp_path, "one")) == 1, "the first gate's engine was left alone"
+        first.process.kill()
+        first.process.wait()
+        again = GateProcess(first.config)
+        again.until(lambda: again.state("one") == "awake")
+        assert again.stop() == 0
+
+
+def test_a_reload_that_cannot_be_meant_keeps_what_was_read_before_and_says_so(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)]) as running:
+        running.until(lambda: running.state("one") == "awake")
+        good = running.config.read_text()
+        for bad in ("models: [", "nonsense: 1\n" + good, ""):
+            running.config.write_text(bad)
+            running.log.clear()
+            running.process.send_signal(signal.SIGHUP)
+            running.until(lambda: "not reloaded, what was read before stays: " in "".join(running.log))
+            assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[0] == 200
+        running.config.write_text(good)
+        running.process.send_signal(signal.SIGHUP)
+        running.until(lambda: "reloaded: added" in "".join(running.log))
+        assert len(notes(tmp_path, "one")) == 1
 
 
 def test_missing_extra_is_one_line_that_names_it(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +14,16 @@ from pathlib import Path
 import pytest
 
 from kvgate.config import load
+from kvgate.engines import EngineLog
 from kvgate.launcher import argv, environment
 from kvtools.segments import pool
-from tests.kvgate.process import GateProcess, alive, gate, instance, notes, write
+from tests.kvgate.process import FAKE, GateProcess, alive, gate, instance, notes, write
+from tests.support.processes import wait_until
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_engine_is_started_served_and_ended_with_the_gate_and_requests_wait_for_it(tmp_path: Path) -> None:
@@ -175,7 +184,9 @@ def test_a_gate_that_is_killed_leaves_its_tmux_engine_to_the_next_one(tmp_path: 
     (pid,) = [note["pid"] for note in notes(tmp_path, "one")]
 
     # While it lives, a second gate on the same engines takes nothing from it.
-    second = GateProcess(config)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(config.read_text())
+    second = GateProcess(copy)
     second.until(lambda: "belongs to another kvgate" in "".join(second.log))
     second.stop()
     assert alive(pid)
@@ -248,3 +259,56 @@ def test_the_elastic_pool_of_one_engine(tmp_path: Path) -> None:
     env = environment(second, {})
     assert "KVTOOLS_SEGMENT" not in env, "kvcached, or what understands its variables, makes the pool"
     assert env["KVCACHED_IPC_NAME"] == "VLLM_2"
+
+
+def test_nothing_is_started_where_something_listens_and_that_is_not_taken_for_the_engine(tmp_path: Path) -> None:
+    """Another gate's engine, or one left over: clients must not be sent there, and ours could not listen."""
+    taken = instance("taken", tmp_path)
+    port = int(taken["engine_args"].split()[1])
+    stranger = subprocess.Popen([sys.executable, str(FAKE), "--port", str(port), "--model", "taken"])
+    try:
+        wait_until(lambda: listens(port), what="the stranger to listen")
+        with gate(tmp_path, instances=[taken]) as running:
+            running.until(lambda: f"something listens on 127.0.0.1:{port} already" in "".join(running.log))
+            running.until(lambda: running.state("taken") == "failed")
+            status, body = running.ask("/v1/completions", {"model": "taken", "prompt": "x"})
+            assert (status, body["error"]["code"]) == (503, "model_unavailable")
+            assert f"something listens on 127.0.0.1:{port}" in body["error"]["message"]
+            assert notes(tmp_path, "taken") == []
+            stranger.kill()
+            stranger.wait()
+            running.until(lambda: running.state("taken") == "awake", timeout=30)
+            assert len(notes(tmp_path, "taken")) == 1
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_log_that_cannot_be_written_costs_the_log_and_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "one.log").mkdir(parents=True)
+    one = instance("one", tmp_path)
+    one["command"] = ["sh", "-c", 'for i in 1 2 3 4 5 6; do echo line $i; done; exec "$0" "$@"', *one["command"]]
+    with gate(tmp_path, instances=[one]) as running:
+        running.until(lambda: running.state("one") == "awake")
+        assert running.stop() == 0
+        told = [line for line in running.log if "no log of the engine" in line]
+        assert len(told) == 1
+        assert f"{tmp_path}/logs/one.log: Is a directory" in told[0]
+
+
+def test_a_log_that_filled_up_goes_on_where_there_is_room_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also in the middle of turning over: no write may go to a descriptor that is something else's by then."""
+    log = EngineLog(tmp_path / "a.log", limit=10)
+    log.write(b"12345678\n")
+    (tmp_path / "a.log.1").mkdir()  # what it would be renamed to
+    (tmp_path / "a.log.1" / "x").touch()
+    for _ in range(3):
+        log.write(b"another\n")
+    (tmp_path / "a.log.1" / "x").unlink()
+    (tmp_path / "a.log.1").rmdir()
+    log.write(b"last\n")
+    log.close()
+    assert (tmp_path / "a.log.1").read_bytes() == b"12345678\n"
+    assert (tmp_path / "a.log").read_bytes() == b"last\n"
+    assert list(log.last) == ["another", "another", "last"]
+    assert len([record for record in caplog.records if "no log of the engine" in record.getMessage()]) == 1

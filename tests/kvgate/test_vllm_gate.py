@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvgate.launcher import CONNECTOR
-from tests.kvgate.harness import free_port
 from tests.kvgate.process import GateProcess, alive, write
 from tests.support.daemon import Daemon
 from tests.support.engine import PYTHON, model
 from tests.support.processes import run_cli
+from tests.support.servers import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.real("vllm", "kvd"), pytest.mark.timeout(240)]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -119,7 +119,6 @@ def test_two_models_at_once_each_answer_for_themselves(client: Any) -> None:
     assert texts[0] != texts[1]
 
 
-@pytest.mark.slow
 def test_prewarm_by_prompt_is_the_engines_and_by_keys_the_daemons(gate: GateProcess, client: Any, daemon: Daemon) -> None:
     asked = {"model": NAME, "prompt": "cache blocks are pages of keys and values; " * 16}
     assert client.completions.create(max_tokens=1, **asked).usage.prompt_tokens > 64
