@@ -79,7 +79,7 @@ class SimStorage:
                     break  # a journalled file system: nothing after the first lost one
                 continue
             _apply_name(names, call, path, target)
-        for file in set(names.values()) | set(self.names.values()):
+        for file in dict.fromkeys([*names.values(), *self.names.values()]):  # in one order for a seed, whatever the addresses
             keep = rng.choice([0.0, 0.3, 0.7, 1.0])
             for offset, page in file.unsynced:
                 if rng.random() < keep:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
@@ -134,17 +135,15 @@ class DiskAdapter(Adapter):
         allow_open_files(self.geometry.regions)
         self._lock_fd = manifest.own(self._io, self.path)
         try:
-            version = manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
+            folder = manifest.check(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
             self._direct = self._choose_io()
         except BaseException:
             manifest.disown(self._io, self.path, self._lock_fd)
             self._lock_fd = -1
             raise
         try:
-            self._assemble(version)
-            self._recover()
-            if version != FORMAT_VERSION and not self._deletes.headless:
-                manifest.write(self._io, self.path, self.geometry.region_bytes, self._clock_ns)
+            self._assemble(folder.version)
+            self._resume(self._recover(), folder)
         except OSError as error:
             self._release()
             why = f"{self.name}: cannot start with what is in {self.path}: {error.strerror or error}"
@@ -198,7 +197,8 @@ class DiskAdapter(Adapter):
             )
         return direct
 
-    def _recover(self) -> None:
+    def _recover(self) -> list[Region]:
+        """Find everything again; the regions that hold something."""
         catalog = self._catalog
         found = find_regions(self._io, self.path, direct=self._direct.ok, pool=self._pool)
         deletes = self._deletes.load()
@@ -229,7 +229,7 @@ class DiskAdapter(Adapter):
         if self._renew_deletes():
             self._evictor.release_dead([region for region, _ in pairs])
             self._evictor.fit()
-        self._resume([region for region, _ in pairs])
+        return [region for region, _ in pairs]
 
     def _give_up(self, found: list[Found]) -> None:
         """The deletes log is lost: any value here may be one that was deleted, or an older one than was last stored."""
@@ -258,8 +258,17 @@ class DiskAdapter(Adapter):
             self._deletes.go_on()
             return False
 
-    def _resume(self, regions: list[Region]) -> None:
-        """Let the regions with the most room take appends again."""
+    def _resume(self, regions: list[Region], folder: manifest.Folder) -> None:
+        """Let the regions with the most room take appends again, in epochs of their own. Raises OSError."""
+        if not self._deletes.headless:
+            folder = replace(folder, version=FORMAT_VERSION)
+        try:
+            epoch = manifest.take_epochs(self._io, self.path, folder, self._clock_ns)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            log.warning("%s: no room to write the manifest anew: what is there stays, and nothing is added to its files", self.path)
+            return
         lanes = self.geometry.lanes
         for region in sorted(regions, key=Region.room_left, reverse=True):
             usual = region.state is State.SEALED and region.whole and region.size == self.geometry.region_bytes
@@ -268,6 +277,7 @@ class DiskAdapter(Adapter):
             already = [other for other in self._writer.open_regions() if other.retention == region.retention]
             if len(already) < lanes:
                 region.state = State.OPEN
+                region.go_on(epoch)
                 self._writer.adopt(region)
 
     def close(self, deadline_s: float = 5.0) -> None:

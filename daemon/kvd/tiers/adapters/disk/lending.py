@@ -124,8 +124,7 @@ class LendingDesk:
             try:
                 self._write(region, header, place.offset)
             except OSError:
-                region.epoch += 1
-                region.failures += 1
+                region.failed()
                 raise
             region.failures = 0
             place.pending = region.reserved(place.offset + size)

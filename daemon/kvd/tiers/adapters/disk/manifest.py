@@ -1,23 +1,37 @@
 """The folder as a whole: who may open it, and which format it has.
 
 `manifest.json` says what the folder is, so that another program, another version or a mistaken path is refused by name
-before anything is touched. `owner.lock` is held for life by the one process that has the store open.
+before anything is touched; and from where on no epoch has ever been used in it (see `take_epochs`). `owner.lock` is held
+for life by the one process that has the store open.
 """
 
 import contextlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, AdapterInUse
 from kvd.tiers.adapters.disk.format import FORMAT_NAME, FORMAT_VERSION, PAGE, READ_VERSIONS, region_sequence
+from kvd.tiers.adapters.disk.region import EPOCHS
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
 from kvtools.errors import hint_for
 from kvtools.output import printable
 
 MANIFEST = "manifest.json"
 LOCK = "owner.lock"
+_LAST = (1 << 32) - 2 * EPOCHS  # epochs are u32
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What the manifest says. `epoch`: no write has had this one or a higher one; 0 where it does not say."""
+
+    version: int
+    created_ns: int
+    region_bytes: int
+    epoch: int = 0
 
 
 def own(io: Storage, root: Path) -> int:
@@ -54,10 +68,10 @@ def _unusable(root: Path, error: OSError) -> AdapterConfigError:
     )
 
 
-def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> int:
+def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> Folder:
     """Refuse a folder of a format or version that is not ours to read; write the manifest where there is none.
 
-    Answers which version the folder has: the newest where no manifest says.
+    Where no manifest says, the folder has the newest version.
 
     Raises AdapterConfigError (will never work), AdapterError (cannot write now).
     """
@@ -69,15 +83,35 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
     if text:
         found = _parse(text)
         if found is not None:
-            return _version(root, found)
+            return Folder(
+                _version(root, found),
+                _number(found, "created_ns", clock_ns()),
+                _number(found, "region_bytes", region_bytes),
+                _number(found, "epoch", 0),
+            )
         if not any(region_sequence(name) is not None for name in names):
             raise AdapterConfigError(f"{root / MANIFEST} is not a manifest of kvd", hint="give the disk tier a folder of its own")
         # Damaged, but the region files speak for themselves: each carries the version too.
+    folder = Folder(FORMAT_VERSION, clock_ns(), region_bytes)
     try:
-        write(io, root, region_bytes, clock_ns)
+        write(io, root, folder)
     except OSError as error:
         raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}", hint=hint_for(error)) from error
-    return FORMAT_VERSION
+    return folder
+
+
+def take_epochs(io: Storage, root: Path, folder: Folder, clock_ns: Callable[[], int]) -> int:
+    """The first of EPOCHS epochs that nothing in the folder has ever had; noted stably before it is answered. Raises OSError.
+
+    What a region holds does not tell: of the writes of a run that a power cut ended, the first may be lost and later ones be
+    there. So a start that went on one above the highest epoch it *finds* could give its own writes the epoch of such remains,
+    and a second power cut would make them their successors: values that were deleted or overwritten since.
+
+    Where the manifest does not say (it was damaged, or is of version 1), the seconds since 1970 are above all that was used.
+    """
+    first = folder.epoch if 0 < folder.epoch < _LAST else min(max(clock_ns() // 1_000_000_000, 1 << 20), 1 << 31)
+    write(io, root, replace(folder, epoch=first + EPOCHS))
+    return first
 
 
 def refuse_strange(io: Storage, root: Path) -> int:
@@ -125,14 +159,22 @@ def _read(io: Storage, path: Path) -> bytes:
         io.close(fd)
 
 
-def write(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int]) -> None:
-    """Write the manifest of a folder of the newest version, in place of what is there. Raises OSError."""
+def _number(found: dict[str, object], name: str, default: int) -> int:
+    """A number of the manifest; the default where it has none that makes sense."""
+    value = found.get(name)
+    return value if isinstance(value, int) and 0 <= value < 1 << 63 else default
+
+
+def write(io: Storage, root: Path, folder: Folder) -> None:
+    """Write the manifest, in place of what is there, stably. Raises OSError."""
     content: dict[str, object] = {
         "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
-        "created_ns": clock_ns(),
-        "region_bytes": region_bytes,
+        "version": folder.version,
+        "created_ns": folder.created_ns,
+        "region_bytes": folder.region_bytes,
     }
+    if folder.epoch:
+        content["epoch"] = folder.epoch
     temporary = root / (MANIFEST + ".tmp")
     if temporary.name in io.listdir(root):
         io.unlink(temporary)

@@ -156,7 +156,7 @@ def region_of(file: Found, slot: int, *, durable: bool) -> Region:
     region.reusable = not scan.reserved
     listed = np.bitwise_and(scan.indexed["flags"], FLAG_NO_CHECKSUM).any()
     region.unchecked = bool(listed) or any(entry.flags & FLAG_NO_CHECKSUM for entry in scan.walked)
-    region.epoch = scan.epoch + 1
+    region.epoch = scan.epoch
     region.data_end = scan.data_end
     region.durable = durable
     region.indexed_end = scan.indexed_end

@@ -20,6 +20,9 @@ from kvd.store.identity import Identity
 from kvd.tiers.adapters.disk.format import ENTRIES_PER_PAGE, FLAG_NO_CHECKSUM, PAGE, IndexEntry, IndexPage, blank_entry, index_pages
 from kvd.tiers.adapters.disk.storage import Storage, write_fully
 
+FAILURES_MAX = 3
+EPOCHS = 1024
+"""Epochs that one start has for each region."""
 WALK_BYTES_MAX = 64 << 20
 """So many bytes of extents at most wait for their index page, where they can have one: recovery reads and verifies the rest."""
 
@@ -57,6 +60,9 @@ class Region:
     sequence: int
     nonce: int
     epoch: int = 1
+    """Of what is written now; higher than that of anything that may lie behind it in the file."""
+    epochs_end: int = EPOCHS
+    """The first epoch that is not this start's to use."""
     state: State = State.OPEN
     busy: bool = False
     pins: int = 0
@@ -105,6 +111,21 @@ class Region:
     writes: int = 0
     synced: int = 0
     sync_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def go_on(self, epoch: int) -> None:
+        """Take appends again after a start, from this epoch on."""
+        self.epoch = max(self.epoch + 1, epoch)
+        self.epochs_end = self.epoch + EPOCHS - 1
+
+    def failed(self) -> None:
+        """A write failed, and what it left may lie where the next one ends."""
+        self.epoch += 1
+        self.failures += 1
+
+    @property
+    def spent(self) -> bool:
+        """Whether it takes no more appends: it keeps failing, or has no epoch left."""
+        return self.failures >= FAILURES_MAX or self.epoch >= self.epochs_end
 
     def room(self, extra_bytes: int, extra_entries: int) -> bool:
         """Whether so many bytes of extents, and their index entries, still fit."""

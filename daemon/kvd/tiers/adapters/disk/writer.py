@@ -22,8 +22,6 @@ from kvd.tiers.adapters.disk.format import extent_bytes
 from kvd.tiers.adapters.disk.region import Region
 from kvd.tiers.adapters.disk.storage import Storage
 
-_FAILURES_MAX = 3
-
 
 def reason_of(error: OSError) -> str:
     """The word that Stored.reason has for an OSError."""
@@ -101,7 +99,7 @@ class Writer:
     def release(self, region: Region) -> None:
         """End what `acquire` began; a lane that keeps failing is sealed."""
         with self._catalog.changed:
-            give_up = region.failures >= _FAILURES_MAX
+            give_up = region.spent
             if give_up:
                 self._lanes[region.retention].remove(region)
             else:
@@ -188,8 +186,7 @@ class Writer:
 
     def _failed(self, region: Region, queue: list[Draft], reason: str) -> None:
         self._catalog.counters.io_errors += 1
-        region.epoch += 1
-        region.failures += 1
+        region.failed()
         for draft in queue:
             draft.reason = reason
         queue.clear()
