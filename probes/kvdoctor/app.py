@@ -26,6 +26,9 @@ PathOption = Annotated[list[str] | None, typer.Option("--path", metavar="DIR", h
 RootOption = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Judge the host whose / is mounted at DIR.")]
 FromOption = Annotated[Path | None, typer.Option("--from", metavar="DIR", help="Judge a capture instead of this host.")]
 DeadlineOption = Annotated[float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the whole look.")]
+CaptureDeadlineOption = Annotated[
+    float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the look, and of the writing after it.")
+]
 AisCheckOption = Annotated[
     bool, typer.Option("--with-ais-check", help="Run ais-check too (it writes a probe file to every xfs and ext4 mount).")
 ]
@@ -100,6 +103,8 @@ def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: 
         raise UsageError("--root and --from exclude each other", hint="--root is a mounted host, --from a capture")
     if root is not None and not root.is_dir():
         raise UsageError(f"--root {root} is not a directory", hint="bind-mount the host's / there, read-only")
+    if root is not None and (root / "case.json").is_file() and (root / "root").is_dir():
+        raise UsageError(f"--root {root} is a capture", hint=f"kvdoctor --from {root}")
     if prove and (capture is not None or root is not None):
         raise UsageError("--prove does real I/O, which only the live host can", hint="run kvdoctor --prove --path DIR on that host")
     if fix and json:
@@ -220,7 +225,7 @@ def capture(
         bool, typer.Option("--redact/--no-redact", help="Replace names, addresses and serials (on by default).")
     ] = True,
     with_ais_check: AisCheckOption = False,
-    deadline: DeadlineOption = 20.0,
+    deadline: CaptureDeadlineOption = 20.0,
 ) -> None:
     """Write this host as a directory that --from judges anywhere with the same result."""
     from kvdoctor.capture import Recording, write_capture

@@ -103,23 +103,32 @@ def header(report: Report) -> Iterable[str]:
     yield line
 
 
+def no_gpu(item: Result) -> bool:
+    """Whether this is the result that says that there is no GPU: the verdict says it already."""
+    return item.id == "gpu.present" and item.status == "fail"
+
+
 def _grouped(report: Report) -> Iterable[str]:
     """Root causes first, each with its followers; then one line a group in which nothing is wrong."""
-    told: set[str] = set()
-    for check_id in report.roots:
-        if check_id == "gpu.present":
-            continue
-        mine = [item for item in report.by_id(check_id) if item.bad and not item.caused_by]
+    causes = {root: [item for item in report.by_id(root) if item.bad and not item.caused_by] for root in report.roots}
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for check_id, found in causes.items():
+        for item in found:
+            said.setdefault((item.status, item.scope, item.observed), []).append(check_id)
+    for check_id, found in causes.items():
+        # The same words from many checks ("no KV path to judge") are one line; that there is no GPU stands in the verdict.
+        mine = [item for item in found if said[item.status, item.scope, item.observed][0] == check_id and not no_gpu(item)]
         # Twenty stale segments, or eight GPUs with one fault, are one story.
         shown = mine if len(mine) <= 3 else mine[:2]
         for item in shown:
             yield from _cause(report, item)
+            if more := [other for other in said[item.status, item.scope, item.observed] if other != check_id]:
+                yield from wrapped(f"and so {', '.join(dict.fromkeys(more))}", _pad())
         if len(mine) > len(shown):
             yield from wrapped(f"and {len(mine) - len(shown)} more like it ({check_id}): --verbose shows them", _pad())
-        told.add(check_id)
     for key, name in GROUPS.items():
         mine = [item for item in report.results if item.group == key]
-        bad = any(item.bad and item.id != "gpu.present" for item in mine)
+        bad = any(item.bad and not no_gpu(item) for item in mine)
         good = [item for item in mine if item.status == "pass"]
         if key == "proof":
             # Measured on request: the figures are what was asked for.
@@ -230,7 +239,7 @@ def _detailed(report: Report) -> Iterable[str]:
 
 def closing(report: Report) -> str:
     """One sentence with the counts and the next step."""
-    counts = {status: sum(item.status == status and item.id != "gpu.present" for item in report.results) for status in WORST}
+    counts = {status: sum(item.status == status and not no_gpu(item) for item in report.results) for status in WORST}
     names: tuple[tuple[Status, str], ...] = (("fail", "failure"), ("warn", "warning"), ("unknown", "unknown"))
     told = [
         f"{counts[status]} {name}{'s' * (counts[status] != 1 and status != 'unknown')}" for status, name in names if counts[status]

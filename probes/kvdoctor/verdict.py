@@ -107,7 +107,7 @@ def _verdict(facts: Facts, results: list[Result]) -> str:
         return "no-gpu"
     word = overall(results)
     only_commands = facts.partial and not facts.files_captured
-    return "undetermined" if word.startswith("ready") and gpu_unjudged(facts) and not only_commands else word
+    return "undetermined" if gpu_unjudged(facts) and not only_commands else word
 
 
 def _label(one: Result, item: Check, cost: float) -> None:
@@ -222,10 +222,8 @@ def _deepest(cause: str, results: list[Result]) -> str:
 def next_step(report: Report) -> str:
     """The one thing to do now: the fix of the first root cause that has one."""
     for check_id in report.roots:
-        if check_id == "gpu.present":
-            continue
         for item in report.by_id(check_id):
-            if item.bad and item.fix and not item.caused_by:
+            if item.bad and item.fix and not item.caused_by and (item.id, item.status) != ("gpu.present", "fail"):
                 return item.fix
     return ""
 

@@ -179,6 +179,23 @@ def test_a_root_without_sys_is_undetermined(doctor: Cli, tmp_path: Path) -> None
     assert present["observed"] == "the PCI tree (/sys/bus/pci/devices) could not be read"
 
 
+def test_what_is_not_known_is_shown_once_and_first(doctor: Cli, tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    lines = doctor("--root", tmp_path).stdout.splitlines()
+    first = next(line for line in lines if line.startswith("[?]"))
+    assert first.endswith("(gpu.present)")
+    assert "Next step: Run kvdoctor where /sys is mounted" in lines[-1]
+    assert sum("no KV path to judge" in line for line in lines) == 1
+    assert any(line.strip().startswith("and so storage.fs") for line in lines)
+
+
+def test_a_capture_given_as_a_root_is_told_from_one(doctor: Cli, laid_out: LaidOut) -> None:
+    case, _ = laid_out("00-base-amd-good")
+    ran = doctor("--root", case)
+    assert ran.rc == 2
+    assert ran.stderr == f"kvdoctor: error: --root {case} is a capture\nhint: kvdoctor --from {case}\n"
+
+
 def test_a_kernel_without_a_pci_bus_has_no_gpu(doctor: Cli, tmp_path: Path) -> None:
     (tmp_path / "sys/bus/virtio").mkdir(parents=True)
     assert doctor("--root", tmp_path, "--json", "--path", "/").json()["overall"]["verdict"] == "no-gpu"

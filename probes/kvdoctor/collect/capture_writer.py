@@ -94,10 +94,11 @@ def write(stream: BinaryIO, place: str) -> None:
                 file.write(data)
 
 
-def occupied(folder: str) -> bool:
+def occupied(folder: str) -> str:
+    """What is in the way at `folder`, '' for nothing or an empty directory."""
     if os.path.islink(folder) or (os.path.lexists(folder) and not os.path.isdir(folder)):  # noqa: PTH114, PTH112
-        return True
-    return os.path.isdir(folder) and bool(os.listdir(folder))  # noqa: PTH112, PTH208
+        return "is there and no directory"
+    return "is there and not empty" if os.path.isdir(folder) and os.listdir(folder) else ""  # noqa: PTH112, PTH208
 
 
 def main() -> None:
@@ -105,10 +106,9 @@ def main() -> None:
     folder = os.path.abspath(sys.argv[1])  # noqa: PTH100
     above, name = os.path.split(folder)
     prefix = f".{name[:200]}.kvdoctor-"
-    told = f"{sys.argv[1]} is there and not empty"
     try:
-        if occupied(folder):
-            sys.stderr.write(told + "\n")
+        if way := occupied(folder):
+            sys.stderr.write(f"{sys.argv[1]} {way}\n")
             raise SystemExit(OCCUPIED)
         os.makedirs(above, exist_ok=True)  # noqa: PTH103
         sweep(above, prefix)
@@ -122,8 +122,8 @@ def main() -> None:
             shutil.rmtree(here, ignore_errors=True)
             os.close(handle)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and occupied(folder):
-            sys.stderr.write(told + "\n")
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and (way := occupied(folder)):
+            sys.stderr.write(f"{sys.argv[1]} {way}\n")
             raise SystemExit(OCCUPIED) from None
         sys.stderr.write(f"{error.errno} {error.strerror}\n")
         raise SystemExit(1) from None

@@ -18,6 +18,7 @@ from kvdoctor.parse import shape
 from kvtools.errors import NotFound, UsageError
 
 INDEX = "index.json"
+MAX_INDEX = 64 << 20
 INDEX_SCHEMA = "kvdoctor.capture/1"
 HINT = "kvdoctor capture DIR writes one"
 CASE_KEYS = frozenset({"case", "context", "kv_path", "kv_paths", "env", "captured"})
@@ -60,7 +61,7 @@ def read_case(home: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"not a capture: {home} holds no case.json", hint=HINT) from None
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else "not text" if isinstance(error, UnicodeDecodeError) else error
         raise UsageError(f"{place}: {why}", hint="it must be a JSON object {case, context, kv_path, env}") from None
     if not isinstance(case, dict):
         raise UsageError(f"{place} is not a JSON object", hint="it must hold case, context, kv_path and env")
@@ -73,7 +74,7 @@ def read_holdings(home: Path) -> Holdings:
     """The capture's list held against what is there; a list that cannot be read counts as none."""
     try:
         with open_regular(home / INDEX, follow=False) as file:
-            index = shape.mapping(json.loads(file.read(MAX_READ)))
+            index = shape.mapping(json.loads(file.read(MAX_INDEX)))
     except (OSError, ValueError, RecursionError):
         return Holdings()
     if index.get("schema") != INDEX_SCHEMA:

@@ -79,7 +79,12 @@ FROZEN_S = 10.0
 
 def collect_segments(source: Source) -> list[SegmentFact]:
     """Segments of this host, or of a capture."""
-    answer = source.value("segments", lambda: scan(Path(source.host_path(source.shm)), time.time_ns()))
+
+    def ask() -> list[dict[str, Any]]:
+        place = Path(source.host_path(source.shm))
+        return [] if source.foreign and not place.is_dir() else scan(place, time.time_ns())
+
+    answer = source.value("segments", ask)
     found = []
     for row in shape.objects(answer):
         values = shape.mapping(row.get("values"))

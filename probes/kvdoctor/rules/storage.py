@@ -20,7 +20,7 @@ def exists(facts: Facts) -> list[Result]:
         if path.exists is None and path.hung:
             return result("fail", f"does not answer: {path.hung}", fix=HUNG_FIX)
         if path.exists is None:
-            return unknown(f"stat says {path.probe_error}") if path.probe_error else absent(facts, "the directory")
+            return unknown(f"stat says {path.probe_error}") if path.probe_error else absent(facts, "what stat says of it")
         if path.probe_error in ("ELOOP", "ENAMETOOLONG", "ENOTDIR"):
             why = {"ELOOP": "its links go in a circle", "ENAMETOOLONG": "its name is too long"}
             return result("fail", why.get(path.probe_error, "a part of it is no directory"), fix="Name a directory.")
@@ -56,11 +56,7 @@ def writable(facts: Facts) -> list[Result]:
         if path.writable is None and facts.foreign and path.exists:
             return other_host("whether its daemon may write there")
         if path.writable is None:
-            return (
-                skip("the directory does not answer")
-                if path.exists is False or path.hung
-                else absent(facts, "whether it can be written")
-            )
+            return skip("the directory does not answer") if path.exists is False or path.hung else absent(facts, "its permissions")
         if not path.writable:
             return result("fail", f"uid {facts.environment.euid} may not write there", fix="Give the daemon's user the directory.")
         return result("pass", "writable")
