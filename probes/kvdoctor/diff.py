@@ -51,7 +51,7 @@ class FactChange:
 
 Blank = Callable[[str], str]
 _STAND_IN = re.compile(
-    r"\b(host|user|server|volume|segment|group|label)\d+\b|\b192\.0\.2\.\d{1,3}\b|\b192[-_]0[-_]2[-_]\d{1,3}\b|2001:db8::[0-9a-f]+"
+    r"\b(host|user|server|volume|segment|group|label|distribution)\d+\b|\b192\.0\.2\.\d{1,3}\b|\b192[-_]0[-_]2[-_]\d{1,3}\b|2001:db8::[0-9a-f]+"
     r"|02:00:00:00:[0-9a-f]{2}:[0-9a-f]{2}|00000000-0000-4000-8000-\d{12}|iqn\.2000-01\.example:\d+|(?<![0-9A-Za-z])0{12,}\d+"
 )
 

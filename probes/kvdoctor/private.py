@@ -42,8 +42,8 @@ KFD_KEPT = (
 )
 CUFILE_KEPT = re.compile(r"properties\.(use_pci_p2pdma|force_compat_mode|allow_compat_mode)|(fs\.)?block\.nvme\.use_pci_p2pdma")
 GDSCHECK_KEPT = re.compile(
-    r"\s*(GDS release version|nvidia_fs version|NVMe|NVMe P2PDMA|IOMMU|Nvidia Driver Info Status)\s*:.*"
-    r"|\s*Platform verification \w+\s*|\s*Platform: .*",
+    r"\s*(GDS release version|nvidia_fs version|NVMe|NVMe P2PDMA|IOMMU|Nvidia Driver Info Status)\s*:[\w ,.:()-]{0,120}"
+    r"|\s*Platform verification \w+\s*|\s*Platform: [\w.-]{1,20}\s*",
     re.IGNORECASE,
 )
 LOCAL_SOURCE = re.compile(r"/dev/(nvme\w+|md_?[\w-]{0,8}\d+|sd[a-z]+\d*|vd[a-z]+\d*|loop\d+|dm-\d+|root|pmem[\w.]+|zram\d+)")
@@ -129,18 +129,39 @@ class Keeper:
         return {kind: [one(item) for item in shape.objects(items)] for kind, items in shape.mapping(value).items()}
 
     def segments(self, value: Any) -> Any:
-        kept = []
+        kept: list[dict[str, Any]] = []
         for item in shape.objects(value):
             name = str(item.get("name", ""))
             ours = re.fullmatch(r"kvtools\.(kvd|connector|gate)\.[0-9a-f-]{1,40}", name)
             shown = name if ours else self.redactor.stand_in("segment", name)
-            values = {
+            values: dict[str, Any] = {
                 re.sub(r"=([^{}]*)", lambda found: f"={self.redactor.stand_in('label', found[1])}", key): number
                 for key, number in shape.mapping(item.get("values")).items()
             }
             detail = str(item.get("detail", "")).replace(name, shown) if name else str(item.get("detail", ""))
-            kept.append({**item, "name": shown, "detail": self.redactor.free(detail), "values": values})
+            known: dict[str, Any] = {key: item[key] for key in ("kind", "health", "age_s") if key in item}
+            kept.append({**known, "name": shown, "detail": self.redactor.free(detail), "values": values})
         return kept
+
+    def scripts(self, value: Any) -> Any:
+        """Owners of our commands' names; a distribution of the house's own is a name like another."""
+        known = ("kvtools", "kvcached")
+        return {
+            name: [owner if owner in known else self.redactor.stand_in("distribution", owner) for owner in shape.texts(owners)]
+            for name, owners in shape.mapping(value).items()
+        }
+
+    def scalars(self, value: Any) -> Any:
+        """Numbers, flags and short words of an object, and what lies one level below."""
+        if isinstance(value, dict):
+            return {str(key): self.scalars(item) for key, item in value.items() if not isinstance(item, dict)}
+        if isinstance(value, list):
+            return [item for item in value if isinstance(item, int | float)] or [str(item) for item in value if self._is_word(item)]
+        return value if value is None or isinstance(value, int | float) or self._is_word(value) else BLANKED
+
+    @staticmethod
+    def _is_word(value: Any) -> bool:
+        return isinstance(value, str) and re.fullmatch(r"[\w ./-]{0,40}", value, re.ASCII) is not None
 
     def packages(self, value: Any) -> Any:
         return {
@@ -487,7 +508,8 @@ JSON: dict[str, Callable[[Keeper, Any], Any]] = {
     "processes.json": Keeper.processes,
     "segments.json": Keeper.segments,
     "python-packages.json": Keeper.packages,
-    **{f"{key}.json": lambda _, value: value for key in ("ulimit", "shm", "devices", "nvidia-devices", "scripts", "statx", "log")},
+    "scripts.json": Keeper.scripts,
+    **{f"{key}.json": Keeper.scalars for key in ("ulimit", "shm", "devices", "nvidia-devices", "statx", "log")},
 }
 
 

@@ -30,7 +30,7 @@ _SYSTEM = re.compile(
     r"/(proc|sys|dev|boot|lib|lib64|usr/(lib|lib64|share|src|bin|sbin)|etc|run/modprobe\.d|var/lib/dkms|opt/rocm[^/]*)(/|$)"
 )
 """Folders whose names are the system's own: versions there look like addresses, and words there are nobody's name."""
-_NUMBERED = re.compile(r"(?:host|user|server|volume|segment|group|label)\d+")
+_NUMBERED = re.compile(r"(?:host|user|server|volume|segment|group|label|distribution)\d+")
 
 
 class Redactor:

@@ -269,7 +269,8 @@ class Progress:
 
     def __call__(self, what: str) -> None:
         if self._on:
-            self._stream.write(f"\r\033[Klooking at {what} ...")
+            room = max(20, shutil.get_terminal_size((80, 24)).columns) - 1  # a line that wraps could not be wiped
+            self._stream.write(f"\r\033[K{f'looking at {printable(what)} ...'[:room]}")
             self._stream.flush()
 
     def done(self) -> None:

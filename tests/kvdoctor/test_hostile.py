@@ -1,6 +1,7 @@
 """Trees that mean harm, or are merely broken: every file of a host replaced by something that blocks, never ends or lies."""
 
 import gzip
+import io
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from kvdoctor.capture import Recording, write_capture
 from kvdoctor.collect.engines import scan_processes
 from kvdoctor.collect.source import Source, open_regular
 from kvdoctor.fix import script
-from kvdoctor.report import lines
+from kvdoctor.report import Progress, lines
 from kvdoctor.rules.base import quote
 from kvtools.errors import TimedOut, UsageError
 from tests.support.processes import Ran
@@ -231,6 +232,22 @@ def test_control_characters_of_a_path_reach_nobodys_terminal(doctor: Callable[..
     assert ran.rc == 0
     assert not {"\x1b", "\x07"} & set(ran.stdout + ran.stderr)
     assert (evil / "case.json").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_fits_a_line_and_escapes_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    draw = Progress(stream)
+    draw("/mnt/\x1b[2J\n" + "x" * 200)
+    draw.done()
+    told = stream.getvalue().removeprefix("\r\033[K").removesuffix("\r\033[K")
+    assert told.isprintable()
+    assert len(told) == 39
 
 
 STRANGE = (

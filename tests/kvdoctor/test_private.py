@@ -294,3 +294,11 @@ def test_names_of_accounts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "node9" in hosts
     assert "carol" in users
     assert "sshd" not in users
+
+
+def test_another_path_than_the_captured_ones_is_not_judged_by_their_mounts(buried: Path, tmp_path: Path) -> None:
+    """The mount table of a redacted capture holds their lines only: every other path would seem to lie on /."""
+    copy = copied(buried, tmp_path / "copy", redact=True)
+    report = api.judge(api.collect_capture(copy, ["/somewhere/else"]), only=["storage.fs", "storage.backing"])
+    assert {(item.status, item.observed) for item in report.results} == {("unknown", "the mount table is not in this capture")}
+    assert api.judge(api.collect_capture(copy), only=["storage.fs"]).results[0].status == "pass"

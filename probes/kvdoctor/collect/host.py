@@ -81,6 +81,8 @@ def collect(
     facts.md = None if mdstat is None else parse_mdstat(mdstat)
     shares = {path: daemon.share for daemon in running for path in daemon.paths}
     facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
+    if shape.mapping(case.get("captured")).get("redacted") is True:
+        _forget_mounts(facts, [path for path, _ in choose_paths((), case, {}, (), here=False)])
     for kv in facts.paths if facts.foreign else []:
         kv.writable = None  # this user, and a read-only bind mount, are not that host's
     chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
@@ -96,6 +98,13 @@ def collect(
     facts.denied = dict(source.denied)
     facts.seconds = round(time.monotonic() - started, 3)
     return facts
+
+
+def _forget_mounts(facts: Facts, captured: Sequence[str]) -> None:
+    """A redacted capture's mount table holds the lines of its own KV paths only: it tells nothing of others."""
+    for kv in facts.paths:
+        if kv.path not in captured:
+            kv.mount, kv.stack, kv.journal, kv.journal_source, kv.resolved = None, [], None, "", ""
 
 
 def choose_paths(
