@@ -17,6 +17,13 @@ pytest_plugins = ["tests.support.real_parts", "tests.support.daemon"]
 
 HAVE_ENGINE = importlib.util.find_spec("vllm") is not None
 
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # How long an example takes says how busy this machine is; pytest-timeout ends what hangs.
+    settings.register_profile("kvtools", deadline=None)
+    settings.load_profile("kvtools")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files for the engine to the environment that has it, and there, under `-m vllm`, leave out the rest."""

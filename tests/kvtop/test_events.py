@@ -85,9 +85,16 @@ def test_a_restarted_writer_is_told_and_its_counters_are_not_compared() -> None:
 
 
 def test_sources_that_fail_and_come_back() -> None:
-    bad = scenes.change(scenes.host(0), problems=(Problem(source="seg", message="permission denied"),))
-    assert _told(scenes.host(0), bad) == ["warn seg: permission denied"]
-    assert _told(bad, scenes.host(0)) == ["info seg: readable again"]
+    bad = scenes.change(scenes.host(0), problems=(Problem(source="/dev/shm", message="permission denied"),))
+    assert _told(scenes.host(0), bad) == ["warn /dev/shm: permission denied"]
+    assert _told(bad, scenes.host(0)) == ["info /dev/shm: readable again"]
+
+
+def test_a_segment_that_was_damaged_was_not_removed() -> None:
+    cut = scenes.change(_with(), problems=(Problem(source="llama-70b", message="is not a pool segment: 10 bytes"),))
+    assert _told(_with(segment()), cut) == ["warn llama-70b: is not a pool segment: 10 bytes"]
+    assert _told(cut, _with()) == ["info llama-70b: removed"]
+    assert "info llama-70b: readable again" in _told(cut, _with(segment()))
 
 
 def test_the_health_word_is_logged_when_it_changes_with_the_reason() -> None:

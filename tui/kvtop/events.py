@@ -15,6 +15,8 @@ from kvtop.snapshot import DEAD, FRESH, GONE, LIVE, SILENT, Segment, Snapshot, S
 KEPT = 1000
 INFO, WARN, CRIT = "info", "warn", "crit"
 REMOVED = "removed"
+_NO_FILES = ("gpu", "engines", "recording")
+"""Sources of problems that are no file in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ def _segments(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str
             yield INFO, name, f"appeared, limit {format_size(segment.limit_bytes)}"
         else:
             yield from _segment(old[name], segment)
-    for name in old.keys() - new.keys():
+    damaged = {problem.source for problem in after.problems}  # still there, and told as what is wrong with it
+    for name in sorted(old.keys() - new.keys() - damaged):
         yield (INFO if old[name].owner == DEAD else WARN), name, REMOVED
 
 
@@ -160,5 +163,6 @@ def _sources(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, str]
     for source, message in new.items():
         if source not in old:
             yield WARN, source, message
+    there = {one.name for one in after.segments} | {f"kvtools.{one.name}" for one in after.stats}
     for source in old.keys() - new.keys():
-        yield INFO, source, "readable again"
+        yield INFO, source, "readable again" if source in there or "/" in source or source in _NO_FILES else REMOVED

@@ -62,6 +62,11 @@ class Damage:
         many = f"at least {self.lost} reading{'s' * (self.lost != 1)} {when} cannot be shown" if self.lost else "nothing is lost"
         return f"{self.path} is damaged at byte {self.offset}: {many}"
 
+    @property
+    def lacks(self) -> str:
+        """The same beside the place it is about: what is missing first, where the file is broken last."""
+        return str(self).partition(": ")[2] + f" (damaged at byte {self.offset} of {self.path.name})"
+
 
 class Recording:
     """A recording as a sequence of snapshots: `len`, `times`, `at(i)`. FILE.1, when it is there, comes first."""

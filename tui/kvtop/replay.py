@@ -33,7 +33,7 @@ class Player:
         # Each is told at the first reading after it, by every way in which a reading is shown.
         self._marks: dict[int, list[Problem]] = {}
         for one in self.damage:
-            said = Problem(source="recording", message=str(one))
+            said = Problem(source="recording", message=one.lacks)
             self._marks.setdefault(min(one.place, len(self._recording) - 1), []).append(said)
 
     def read(self) -> Snapshot:

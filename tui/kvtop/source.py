@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvtools.errors import KvError, NotFound
+from kvtools.output import printable
 from kvtools.segments import discover, pool, stats
 from kvtools.segments.files import SHM
 from kvtools.segments.owner import Owner
@@ -117,7 +118,7 @@ class Source:
         except KvError as error:
             problems.append(Problem(source=str(self.root), message=error.message))
             return [], []
-        problems.extend(Problem(source=p.name, message=p.error.message) for p in listing.unreadable if self._wanted(p.name))
+        problems.extend(_problem(p.name, p.error) for p in listing.unreadable if self._wanted(p.name))
         segments, owners = [], []
         for reading in listing.pools:
             if self._wanted(reading.name):
@@ -141,7 +142,7 @@ class Source:
             except NotFound:
                 continue
             except KvError as error:
-                found.append(Problem(source=name, message=error.message))
+                found.append(_problem(name, error))
         return found
 
     def _wanted(self, name: str) -> bool:
@@ -209,6 +210,11 @@ class Source:
         except Exception as error:  # noqa: BLE001 - a vendor's library raises what it likes; the tick goes on without it
             problems.append(Problem(source=name, message=f"{type(error).__name__}: {error}"))
             return ()
+
+
+def _problem(name: str, error: KvError) -> Problem:
+    """What is wrong with a file, without its name at the beginning: that stands beside it."""
+    return Problem(source=name, message=error.message.removeprefix(f"{printable(name)} "))
 
 
 def _segment(state: discover.PoolState) -> Segment:

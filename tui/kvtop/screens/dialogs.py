@@ -34,12 +34,13 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
     asks = False
     wraps = True
     """Whether a line that is too long goes on in the next one; a row of a menu is cut instead."""
-    hang = 0
 
     def __init__(self, looks: Styles, title: str) -> None:
         super().__init__()
         self.looks = looks
         self.heading = title.strip()
+        self._shape = (0, 0)
+        """Lines that do not fit, and columns inside the frame."""
         self.body = Canvas(looks, scrolls=True)
         self.field = Input(compact=True)
         self.field.cursor_blink = False
@@ -79,10 +80,10 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         most = max(0, height - edge_y - typing)
         plain = self.app.main.has_class("plain")
         text = room
-        lines, asked = self._wrapped(self.lines(text), text), self._wrapped([self.question()], text)
+        lines, asked = self._asked(text)
         if len(lines) + len(asked) > most and not plain and room > 8:
             text -= 1  # the scrollbar takes a column
-            lines, asked = self._wrapped(self.lines(text), text), self._wrapped([self.question()], text)
+            lines, asked = self._asked(text)
         lines = [*lines, *asked] if len(lines) + len(asked) <= most else [*asked, *lines]
         inner = min(max([1, *(width_of(line) for line in lines), 40 if self.asks else 1]) + room - text, room)
         rows = min(len(lines), most)
@@ -90,8 +91,8 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         self.set_class(plain, "plain")
         # As content, not as text: a segment's name may look like markup.
         self.frame.border_title = self._label(self.heading, inner)
-        hidden = len(lines) - rows
-        self.frame.border_subtitle = self._label(f"{hidden} more: PgDn" if hidden else "", inner)
+        self._shape = (len(lines) - rows, inner)
+        self._say_rest()
         self.frame.styles.width = inner + edge_x
         self.frame.styles.height = min(height, rows + typing + edge_y)
         self.body.display = rows > 0
@@ -99,10 +100,15 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         self.body.styles.width = inner
         self.body.show([fit(line, inner - (room - text), ellipsis=self.looks.glyphs.ellipsis) for line in lines])
 
+    def _asked(self, width: int) -> tuple[list[Line], list[Line]]:
+        """The lines, and the question if there is one."""
+        question = self.question()
+        return self._wrapped(self.lines(width), width), self._wrapped([question], width) if question else []
+
     def _wrapped(self, lines: Sequence[Line], width: int) -> list[Line]:
         if not self.wraps:
             return [line for line in lines if line]
-        return [part for line in lines for part in (wrap(line, width, hang=self.hang) if line else [()])]
+        return [part for line in lines for part in (wrap(line, width) if line else [()])]
 
     def _label(self, text: str, inner: int) -> Content:
         width = inner - 2  # the frame keeps a dash and a blank at either end
@@ -110,7 +116,14 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
 
     def action_move(self, step: int) -> None:
         """Scroll what does not fit."""
-        self.body.scroll_relative(y=step, animate=False)
+        self.body.scroll_to(y=self.body.scroll_y + step, animate=False, immediate=True)
+        self._say_rest()
+
+    def _say_rest(self) -> None:
+        """In the frame: how many lines are below the edge."""
+        hidden, inner = self._shape
+        below = hidden - round(self.body.scroll_y)
+        self.frame.border_subtitle = self._label(f"{below} more: PgDn" if below > 0 else "", inner)
 
     def action_close(self) -> None:
         self.dismiss(None)

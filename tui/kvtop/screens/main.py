@@ -189,8 +189,11 @@ class MainScreen(Jobs, inherit_bindings=False):
         if height <= 0:
             self.pane.show([])
             return
-        # A zoomed detail may be longer than the screen: it is drawn in full and scrolls.
+        # A zoomed detail may be longer than the screen: it is drawn in full and scrolls, beside the scrollbar.
         lines = pane_lines(self.view, self.model, self.grid.row, width, height, whole=self.zoomed)
+        if len(lines) > height and width > 1 and not self.has_class("plain"):
+            width -= 1
+            lines = pane_lines(self.view, self.model, self.grid.row, width, height, whole=self.zoomed)
         self.pane.show([fit(line, width) for line in lines])
 
     def _nothing_to_see(self) -> str:

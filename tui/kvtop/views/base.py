@@ -98,6 +98,15 @@ def share_height(height: int, above: int, pane: int, rows: int, *, spare: bool =
 SHM = "/dev/shm"  # noqa: S108 - a name to show
 
 
+def unread(model: Model) -> str:
+    """Why the folder of segments could not be read; empty when it was."""
+    shm = (model.snapshot.shm if model.snapshot else "") or SHM
+    for problem in model.snapshot.problems if model.snapshot else ():
+        if problem.source == shm:
+            return safe(problem.message if shm in problem.message else f"{shm}: {problem.message}")
+    return ""
+
+
 def nothing_in(text: str) -> Callable[[Model], str]:
     """What a table says that has no rows: `text` with {shm} for the folder that was read, or that it could not be read.
 
@@ -106,10 +115,7 @@ def nothing_in(text: str) -> Callable[[Model], str]:
 
     def say(model: Model) -> str:
         shm = (model.snapshot.shm if model.snapshot else "") or SHM
-        for problem in model.snapshot.problems if model.snapshot else ():
-            if problem.source == shm:
-                return safe(problem.message if shm in problem.message else f"{shm}: {problem.message}")
-        return safe(text.format(shm=shm))
+        return unread(model) or safe(text.format(shm=shm))
 
     return say
 

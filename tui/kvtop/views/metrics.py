@@ -7,7 +7,7 @@ from kvtools.units import format_duration, format_rate, format_size
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Series
-from kvtop.text import Line, graph, pairs, safe, span, spark
+from kvtop.text import Line, graph, pairs, safe, span, spark, wrap
 from kvtop.views.base import Detail, View, count, figure, nothing_in
 
 
@@ -79,13 +79,15 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     values = model.history.points(item.key, width)
     what = "per second" if item.series.kind == "counter" else "value"
     top = shown(item.series, max(values, default=0.0), rate=item.series.kind == "counter")
-    lines = [
-        pairs(
-            [("value", span(shown(item.series, item.value), "bold")), ("type", span(item.series.kind)), ("by", span(item.writer))]
-        ),
-        span(safe(item.series.help or "no description"), "dim"),
-        span(f"{what}, up to {top}", "dim"),
+    words: list[tuple[str, Line]] = [
+        ("value", span(shown(item.series, item.value), "bold")),
+        ("type", span(item.series.kind)),
+        ("by", span(safe(item.writer))),
     ]
+    about = (
+        pairs(words), span(safe(item.series.help or "no description"), "dim"), span(f"{what}, up to {top}", "dim")
+    )  # fmt: skip
+    lines = [line for told in about for line in wrap(told, width)]
     lines += graph(values, width, min(12, height - len(lines)), model.glyphs)
     return Detail(safe(item.series.key), "", lines)
 

@@ -10,7 +10,7 @@ from kvtop.daemon import Daemon, Tier
 from kvtop.model import Model
 from kvtop.snapshot import FRESH, GONE, Engine, Gpu, Snapshot
 from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark, width_of
-from kvtop.views.base import NO_DAEMON, count, level_mark, load_style, per_second, percent, ratio
+from kvtop.views.base import NO_DAEMON, count, level_mark, load_style, per_second, percent, ratio, unread
 from kvtop.views.segments import segment_view, totals
 
 _WIDE = 100
@@ -97,7 +97,13 @@ def _memory(model: Model, snapshot: Snapshot, width: int) -> list[Line]:
     text = f"{format_size(used + prealloc)} / {format_size(limit)}"
     lines.append(
         _meter(
-            "pools", [(used, "used"), (prealloc, "prealloc")], limit, text, width, model, empty="no segments" if not live else ""
+            "pools",
+            [(used, "used"), (prealloc, "prealloc")],
+            limit,
+            text,
+            width,
+            model,
+            empty="" if live else "not known" if unread(model) else "no segments",
         )
     )
     memory = sum(gpu.total_bytes for gpu in snapshot.gpus if gpu.total_bytes > 0)

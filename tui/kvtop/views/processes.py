@@ -6,7 +6,7 @@ from kvtools.units import format_duration
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.snapshot import Process
-from kvtop.text import Line, graph, pairs, safe, span, spark
+from kvtop.text import Line, graph, pairs, safe, span, spark, wrap
 from kvtop.views.base import Detail, View, amount, nothing_in, percent
 
 
@@ -65,11 +65,11 @@ def rows(model: Model) -> Sequence[Row]:
 def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     """One process: its command in full, what it holds, its CPU over time."""
     process: Process = row.item
-    lines = [
+    lines = [line for told in (
         pairs([("cpu", _cpu(process, 8, model)), ("memory", amount(process.rss_bytes)), ("threads", span(str(process.threads))),
                ("state", _state(process, 11, model)), ("user", span(safe(process.user))), ("up", _age(process, 8, model))]),
         pairs([("holds", span(safe(", ".join(process.holds)) or "nothing"))]),
-    ]  # fmt: skip
+    ) for line in wrap(told, width)]  # fmt: skip
     command = safe(process.command)
     lines += [span(command[i : i + width], "dim") for i in range(0, len(command), max(1, width))]
     values = model.history.points(f"process/{process.pid}/cpu", width)

@@ -8,7 +8,7 @@ from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.model import Model
 from kvtop.query import Value
 from kvtop.snapshot import DEAD, LIVE, Segment
-from kvtop.text import Line, Span, bar, graph, pairs, safe, span, spark
+from kvtop.text import Line, Span, bar, graph, pairs, safe, span, spark, wrap
 from kvtop.views.base import Detail, View, amount, load_style, nothing, nothing_in, percent
 
 _WORDS = {LIVE: "live", DEAD: "stale", "unknown": "unknown"}
@@ -137,8 +137,8 @@ def _numbers(segment: Segment, width: int, model: Model) -> list[Line]:
         sizes.append(("started with", span(format_size(segment.capacity_bytes))))
     if segment.page_bytes:
         sizes.append(("page", span(format_size(segment.page_bytes))))
-    lines = [usage_bar(segment, width, model), overview, pairs(about)]
-    return [*lines, pairs(sizes)] if sizes else lines
+    lines = [usage_bar(segment, width, model), *wrap(overview, width), *wrap(pairs(about), width)]
+    return [*lines, *wrap(pairs(sizes), width)] if sizes else lines
 
 
 def _limits(segment: Segment, model: Model) -> list[Line]:

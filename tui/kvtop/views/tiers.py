@@ -239,13 +239,14 @@ def latencies(level: Level, model: Model, width: int) -> list[Line]:
                 continue
             values = quantiles(level.daemon.stats, name, _QUANTILES, labels)
             rest = ",".join(f"{k}={v}" for k, v in labels.items() if k not in ("tier", "type"))
-            title = safe(f"{name}{{{rest}}}" if rest else name)
+            shown = name.removesuffix("_bucket")  # as Prometheus calls the whole
+            title = safe(f"{shown}{{{rest}}}" if rest else shown)
             if values is None:
                 found.append((title, span("nothing yet", "dim")))
                 continue
             # Each number in columns of its own, so that they stand below each other whatever they are.
             words = [
-                (f"p{round(100 * q)}", span(format_duration(value).ljust(8))) for q, value in zip(_QUANTILES, values, strict=True)
+                (f"p{round(100 * q)}", span(format_duration(value).ljust(7))) for q, value in zip(_QUANTILES, values, strict=True)
             ]
             found.append((title, pairs(words, gap=" ")))
     label = max((visible_width(title) for title, _ in found), default=0)

@@ -77,7 +77,10 @@ class Grid(ScrollView, can_focus=True):
         size = Size(self.size.width, len(self.rows) + 1)
         if self.virtual_size != size:
             self.virtual_size = size
-        self.fitted = fit_columns(self._columns, self.size.width)
+        # Not what the last layout left: the scrollbar of these rows may only come with the next one.
+        whole = self.outer_size
+        bar = self.styles.scrollbar_size_vertical if size.height > whole.height else 0
+        self.fitted = fit_columns(self._columns, whole.width - bar)
 
     def on_resize(self) -> None:
         self._resize()
