@@ -86,6 +86,8 @@ def _note_takers(decision: Decision, takes_limits: bool) -> None:
     if state.state == "stale":
         story = state.owner.story if state.owner else state.evidence
         decision.notes.append(f"no engine owns this segment any more ({story}): nobody will take the limit up")
+    elif state.owner is not None and state.owner.error and not state.owner.alive:
+        decision.notes.append(f"{state.owner.error}: whether its engine lives, and takes the limit up, is not known")
     elif state.owner is None:
         decision.notes.append("its engine does not say when it takes a limit up: kvcached's does at its next allocation")
         if not takes_limits:
@@ -143,7 +145,7 @@ def outcome(name: str, limit_bytes: int, *, old: Sequence[LimitEntry] = (), root
     """Where limit `limit_bytes` of pool `name` stands now. Raises what reading the pool raises.
 
     An owner's answer decides, unless it is among the `old` ones: it was given to the same limit at another time. Without an
-    owner file nobody says more than the numbers do.
+    owner file that can be read nobody says more than the numbers do.
     """
     reading = pool.read_pool(name, root=root)
     if reading.limit_bytes != limit_bytes:
@@ -151,8 +153,11 @@ def outcome(name: str, limit_bytes: int, *, old: Sequence[LimitEntry] = (), root
             f"segment {printable(name)}: somebody set another limit meanwhile, {format_size(reading.limit_bytes)}",
             hint=f"see who: kvctl show {printable(name)}",
         )
-    said = owner.read_owner(name, root=root)
-    if said is None:
+    try:
+        said = owner.read_owner(name, root=root)
+    except Unreachable:
+        said = None
+    if said is None or (said.error and not said.alive):  # a file that says nothing does not say that its engine is gone
         if reading.mapped_bytes <= limit_bytes:
             return Outcome("written", "memory in use is within it")
         return Outcome("pending", f"{format_size(reading.mapped_bytes)} are still mapped")

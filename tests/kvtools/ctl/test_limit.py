@@ -324,3 +324,23 @@ def test_a_limit_changed_between_look_and_write_is_not_overwritten(
 def test_a_limit_out_of_the_format_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
         decide(state_of(5), 1 << 50)
+
+
+@pytest.mark.parametrize("kind", ["junk", "empty", "link", "folder"])
+def test_an_owner_file_that_says_nothing_does_not_say_that_the_engine_is_gone(kvctl: Kvctl, shm: Path, kind: str) -> None:
+    pool.create_pool("x", 8 * GiB, used_bytes=3 * GiB, root=shm)
+    side = shm / "x.kvtools"
+    if kind == "link":
+        side.symlink_to(shm / "x")
+    elif kind == "folder":
+        side.mkdir()
+    else:
+        side.write_bytes(b"\xff junk" if kind == "junk" else b"")
+    ran = kvctl("limit", "x", "4G", "--wait")
+    assert (ran.rc, ran.stdout) == (0, "x: limit 8 GiB -> 4 GiB (written: memory in use is within it)\n")
+    ran = kvctl("limit", "x", "1G", "--wait", "--timeout", "100ms", "--yes")
+    assert (ran.rc, ran.stdout) == (6, "x: limit 4 GiB -> 1 GiB (pending: 3 GiB are still mapped)\n")
+    if kind in ("junk", "empty"):
+        assert "whether its engine lives, and takes the limit up, is not known" in ran.stderr
+    assert kvctl("prune", "--yes").rc == 0
+    assert (shm / "x").exists()
