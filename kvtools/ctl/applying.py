@@ -18,6 +18,7 @@ from kvtools.ctl.limits import acting, gpu_total
 from kvtools.ctl.plan import Candidate, Plan, PlanError, Target, apply_targets, parse_plan, share_out
 from kvtools.ctl.watching import check_interval, repeat
 from kvtools.errors import KvError, NotFound, Unreachable, UsageError
+from kvtools.interrupts import interrupts_held
 from kvtools.output import emit, emit_json, note, printable, table
 from kvtools.segments import pool
 from kvtools.segments.owner import PoolState, judge
@@ -46,7 +47,8 @@ def run_apply(
         return
     for what in filter(None, map(_unsafe, targets)):
         agree(f"{what}. Go on?", yes=yes, refusal=what)
-    changes = apply_targets(targets, by=acting("kvctl apply"), root=root)
+    with interrupts_held():  # Ctrl-C or `kill` find the plan in force, or not at all
+        changes = apply_targets(targets, by=acting("kvctl apply"), root=root)
     _report(targets, changes, budget or plan.budget_bytes, as_json, applied=True)
 
 
@@ -127,7 +129,8 @@ class Keeper:
             targets = share_out(self._plan, candidates, budget_bytes=self._budget, may_be_missing=True, gentle=self._gentle)
             if self._gentle and (nothing := [target for target in targets if target.leaves_nothing]):
                 raise PlanError(_unsafe(nothing[0]), hint="raise the budget or its floor, or add --yes")
-            changes = apply_targets(targets, by=acting("kvctl apply --watch"), root=self._root)
+            with interrupts_held():
+                changes = apply_targets(targets, by=acting("kvctl apply --watch"), root=self._root)
         except KvError as error:
             if error.message != self._said:
                 self._said = error.message

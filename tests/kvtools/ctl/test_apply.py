@@ -2,7 +2,10 @@
 
 import fcntl
 import json
+import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +163,50 @@ def test_a_locked_segment_leaves_all_as_it_was(kvctl: Kvctl, shm: Path, plan: Ca
         assert (ran.rc, "segment b stayed locked" in ran.stderr) == (0, True)
     assert limits(shm) == {"a": GiB, "b": GiB}
     assert kvctl("apply", file).rc == 0
+
+
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_finds_the_plan_in_force_or_not_at_all(shm: Path, plan: Callable[[str], Path], number: int) -> None:
+    """The last limit waits for a lock when the signal comes; the first is written by then."""
+    for name in ("a", "b"):
+        pool.create_pool(name, GiB, root=shm)
+    file = plan("segments: {a: {limit: 512M}, b: {limit: 2G}}")
+    env = {**os.environ, "XDG_STATE_HOME": str(shm.parent)}
+    held = (shm / "b").open("r+b")
+    running = subprocess.Popen(
+        [sys.executable, "-c", _SLOWLY, shm, file], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "looked\n"
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert running.stdin is not None
+    running.stdin.write("\n")
+    running.stdin.flush()
+    wait_until(lambda: limits_of("a", shm) == 512 * MiB, what="the first limit")
+    running.send_signal(number)
+    held.close()
+    running.communicate(timeout=20)
+    assert running.returncode in (-number, 130)
+    assert limits(shm) == {"a": 512 * MiB, "b": 2 * GiB}
+
+
+_SLOWLY = """
+import sys
+from kvtools import cli
+from kvtools.ctl import applying
+real = applying.apply_targets
+def slowly(*words, **more):
+    print("looked", flush=True)
+    sys.stdin.readline()
+    return real(*words, **more)
+applying.apply_targets = slowly
+cli.run("kvctl", "kvtools.ctl.app:app", ["--shm", sys.argv[1], "apply", sys.argv[2]])
+"""
+
+
+def limits_of(name: str, shm: Path) -> int:
+    return pool.read_pool(name, root=shm).limit_bytes
 
 
 @pytest.mark.real("segments")
