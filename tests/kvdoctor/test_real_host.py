@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -166,6 +167,23 @@ def test_inside_a_user_namespace_as_in_a_container(tmp_path: Path) -> None:
     assert by_id["storage.exists"]["status"] == "pass"
     assert by_id["env.privilege"]["status"] == "info"
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize("covered", ["/sys", "/sys/bus", "/sys/bus/pci"])
+def test_a_host_whose_sys_cannot_be_read_is_undetermined(tmp_path: Path, covered: str) -> None:
+    """An empty folder mounted over it, as in a container that hides it: no GPU seen is not "no GPU"."""
+    needs("unshare")
+    look = shlex.join([sys.executable, "-m", "kvdoctor", "--json", "--path", str(tmp_path)])
+    shell = f"mount -t tmpfs none {covered} && exec {look}"
+    command = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", shell]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL)
+    if "permission denied" in run.stderr.lower() or "not permitted" in run.stderr:
+        pytest.skip(f"needs to mount: {run.stderr.strip()}")
+    report = json.loads(run.stdout)
+    assert (run.returncode, report["overall"]["verdict"]) == (7, "undetermined")
+    results = {item["id"]: item for item in report["results"]}
+    assert results["gpu.present"]["status"] == "unknown"
+    assert covered != "/sys" or results["storage.backing"]["status"] in ("unknown", "pass")
 
 
 def test_as_another_user_nothing_breaks(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def _stack(source: Source, kv: KvPath, mount: Mount) -> None:
             kv.resolved = "source"
             _walk(source, real, kv.stack, 0)
             return
-    if name:
+    # What a name suggests is for hand-made captures: a host whose sysfs does not tell has a device of an unknown kind.
+    if name and not source.whole:
         kv.stack.append(Block(name=name, dev=mount.dev, kind=_kind_by_name(name, mount)))
 
 
