@@ -404,7 +404,7 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     what = "1 value ends" if done.left == 1 else f"{done.left} values end"
     raise KvError(
         f"{what} with this daemon: {done.why or 'no tier has taken them'} (no new writes are taken until a restart)",
-        hint="kvd status says what is wrong with the tier, kvd keys what is in it; until the daemon ends all of it can be read",
+        hint="until the daemon ends all of them can be read: kvd keys lists them, kvd status --tiers shows the tiers",
     )
 
 
@@ -420,8 +420,12 @@ def verify(paths: list[Path], repair: bool, json: bool) -> None:
         for path, report in reports:
             emit(f"{path}")
             for name, value in asdict(report).items():
-                emit(f"  {name:24} {value if not isinstance(value, list) else len(value)}")
+                emit(f"  {name:24} {len(value) if isinstance(value, list) else value if value != '' else 'nothing'}")
                 _list_some(value if isinstance(value, list) else [])
+            if report.lost_deletes:
+                emit(
+                    f"  deletes.kvlog {report.lost_deletes}: which values are deleted is not known, so a start serves none of them"
+                )
     if any(not report.sound for _, report in reports):
         raise typer.Exit(Exit.FAILED)
 

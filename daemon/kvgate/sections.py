@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from kvgate.errors import ConfigError
-from kvtools.errors import UsageError
+from kvtools.errors import UsageError, hint_for
 from kvtools.output import printable
 from kvtools.units import parse_duration, parse_size
 
@@ -46,7 +46,8 @@ def load_yaml(path: Path) -> Any:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        hint = hint_for(error, "--config names a file of YAML; kvgate(1) shows one")
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     if len(text) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than 1 MiB", hint="this is not a kvgate configuration")
     try:
@@ -54,7 +55,8 @@ def load_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: {error.problem or 'not YAML'}") from None
+        hint = "YAML indents with blanks, never with tabs" if "\\t" in (error.problem or "") else ""
+        raise ConfigError(f"{path}{where}: {error.problem or 'not YAML'}", hint=hint) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else "nested too deeply"
         raise ConfigError(f"{path}: not YAML: {reason}") from None

@@ -164,6 +164,7 @@ def test_what_cannot_be_meant_is_named_with_its_place(tmp_path: Path, text: str,
         ("m: {port: 1}\nrouter: {max_que: 1}", "did you mean 'max_queue'?"),
         ("m: {port: 1}\nslep_manager: {}", "did you mean 'sleep_manager'?"),
         ("instances: [{model: m, engine: vllm, port: 1, launcher: tmuxx}]", "did you mean 'tmux'?"),
+        ("models:\n\t- m", "YAML indents with blanks, never with tabs"),
     ],
 )
 def test_did_you_mean(tmp_path: Path, text: str, hint: str) -> None:

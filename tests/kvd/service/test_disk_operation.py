@@ -143,7 +143,7 @@ def test_a_lost_deletes_log_is_said_counted_and_shown(kvd_daemon: MakeDaemon) ->
     (daemon.tier / "deletes.kvlog").unlink()
     found = run_cli("kvd", "verify", daemon.tier)
     assert found.rc == 1
-    assert "is missing" in found.stdout
+    assert "deletes.kvlog is missing: which values are deleted is not known" in found.stdout
     daemon.start()
     with daemon.client(timeout_s=20) as client:
         assert client.get_many([key(i) for i in range(40)]) == [None] * 40
