@@ -66,6 +66,13 @@ def test_a_filter_is_typed_whole() -> None:
     on("/qwen\nq", lambda a: a._exit)
 
 
+def test_a_line_feed_is_enter() -> None:
+    """What a terminal makes of Enter while it is not in raw mode yet: typed right behind the command's name."""
+    NAMES["\v"] = "ctrl+j"
+    on("/qwen\v", lambda a: not a.main.prompting and [row.key for row in a.main.shown] == ["qwen-32b"])
+    on(":proc\v", lambda a: a.main.view.id == "processes")
+
+
 def test_a_command_is_typed_and_run() -> None:
     on(":quit\n", lambda a: a._exit)
     on(":proc\n", lambda a: a.main.view.id == "processes" and len(a.screen_stack) == 1)

@@ -49,6 +49,9 @@ class Typing(App[Answer], Generic[Answer]):
     async def on_event(self, event: events.Event) -> None:
         if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded and not self.screen_stack:
             return  # behind the last key of a session; Textual would look for a screen
+        if isinstance(event, events.Key) and event.key == "ctrl+j":
+            # Enter that was typed before the terminal was ours: it made a line feed of it.
+            event = events.Key("enter", "\r")
         if not isinstance(event, events.Key | events.Paste) or event.is_forwarded:
             await super().on_event(event)
         elif self._typist is not None and not self._typist.done():
