@@ -61,13 +61,10 @@ CLOSED = "cannot write to standard output: it is closed"
 FULL = "cannot write to standard output: No space left on device"
 SHOWING = [
     ("kvctl", "list", "--json"),
-    ("kvctl", "--help"),
     ("kvtop", "--once"),
-    ("kvtop", "--json"),
     ("kvdoctor", "explain", "gpu.present"),
     ("kvd", "--version"),
     ("kvgate", "--help"),
-    ("kvtools", "completion", "bash"),
 ]
 
 
