@@ -12,4 +12,5 @@ A model's life:    idle -> sleep -> control -> engine;  room decides whether it 
     launcher   how one is started      traffic   what is counted                  metrics   all numbers as one table
     openapi    what is answered where  prewarm   keys, straight to kvd            preflight kvdoctor's warnings at the start
     publish    the stats segment       ask       asking a running gate            show      what commands print
+    warden     runs beside each engine, and ends it when the gate is gone
 """

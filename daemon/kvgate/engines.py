@@ -182,7 +182,7 @@ class Engine:
         if self.instance.launcher == "tmux":
             return await Tmux.start(self.name, words, env, os.environ, self._port_is_free)
         await self._port_is_free()
-        return await Subprocess.start(words, env, output.write)
+        return await Subprocess.start(words, env, output.write, self._supervisor.shutdown_timeout_s)
 
     async def _port_is_free(self) -> None:
         """Raises EngineError where something listens already: it would be taken for our engine, and ours could not listen."""

@@ -5,8 +5,8 @@ where the configuration is silent: `--host 127.0.0.1` (clients go through the ga
 name, VLLM_SERVER_DEV_MODE=1 (the sleep endpoints), a segment name of its own (two engines that share one overwrite each
 other's numbers), and the kvd connector when `kvd_socket` is given.
 
-A process leads a session of its own, so that all it starts is one process group: ending the group ends everything. It is
-told by the kernel when the gate dies (PR_SET_PDEATHSIG), also by kill -9, so no engine is left holding a GPU.
+A process runs under a warden (warden.py), which leads a session of its own, so that all it starts is one process group: ending
+the group ends everything. The warden does that when the gate dies, also by kill -9, so no engine is left holding a GPU.
 
 `tmux` instead puts the engine into a session `kvgate-NAME` of the user's tmux server, to be looked at by hand; it lives
 until the gate, or the user, ends it. It outlives a gate that is killed, whose successor takes it over.
@@ -31,14 +31,7 @@ from kvgate.errors import EngineError
 
 log = logging.getLogger("kvgate.launcher")
 
-# Run between fork and exec of the engine, in an interpreter of its own: asks for the signal, and makes sure that the gate
-# did not die before it asked.
-_GUARDED = (
-    "import ctypes, os, signal, sys\n"
-    "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-    "os.getppid() == int(sys.argv[1]) or sys.exit('the gate is gone')\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
-)
+WARDEN = Path(__file__).with_name("warden.py")
 
 
 class Held(Protocol):
@@ -113,11 +106,16 @@ class Subprocess:
         self.pid = process.pid
 
     @classmethod
-    async def start(cls, words: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None]) -> "Subprocess":
-        """Start `words`; every piece of output goes to `on_output`. Raises EngineError when the program is not there."""
+    async def start(
+        cls, words: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None], patience_s: float
+    ) -> "Subprocess":
+        """Start `words`; every piece of output goes to `on_output`. Raises EngineError when the program is not there.
+
+        `patience_s`: what it has to end by itself, should the gate die.
+        """
         found = _program(words[0], env)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _GUARDED, str(os.getpid()), found, *words[1:]),
+            *(sys.executable, "-I", "-S", str(WARDEN), str(os.getpid()), f"{patience_s:g}", found, *words[1:]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

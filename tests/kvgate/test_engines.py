@@ -114,14 +114,26 @@ def test_children_of_the_engine_and_its_segment_go_with_it(tmp_path: Path, shm_n
     assert not (Path("/dev/shm") / name).exists()
 
 
-def test_no_engine_outlives_a_gate_that_is_killed(tmp_path: Path) -> None:
-    running = GateProcess(write(tmp_path, instances=[instance("one", tmp_path)]))
+SCRIPTS = {
+    "itself": [],
+    "a script that waits for it": ["sh", "-c", '"$0" "$@"; exit'],
+    "a script that lets it go": ["sh", "-c", '"$0" "$@" & wait'],
+    "deaf to SIGTERM": ["sh", "-c", 'trap "" TERM; exec "$0" "$@"'],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_engine_outlives_a_gate_that_is_killed(tmp_path: Path, script: str) -> None:
+    """Also where the command is a script, which dies of its SIGTERM and leaves its engine, or an engine that does not listen."""
+    one = instance("one", tmp_path)
+    one["command"] = [*SCRIPTS[script], *one["command"]]
+    running = GateProcess(write(tmp_path, instances=[one], router={"shutdown_timeout_seconds": 1}))
     try:
         running.until(lambda: running.state("one") == "awake")
         pid = notes(tmp_path, "one")[0]["pid"]
     finally:
         running.stop(signal.SIGKILL)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 15
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(pid)
