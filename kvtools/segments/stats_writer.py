@@ -278,15 +278,18 @@ def _make(root: Path, name: str, size: int) -> tuple[int, str]:
     number = 0
     while True:
         temporary = f".{name}.{os.getpid()}.{number}"
+        number += 1
         try:
             fd = os.open(root / temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            break
         except FileExistsError:
-            number += 1
+            continue
         except OSError as error:
             raise explain(error, name, what="stats segment", root=root) from None
+        # Until it is locked, a writer that sweeps up takes it for a killed one's.
+        if lock_for_life(fd) and still_named(fd, root / temporary):
+            break
+        os.close(fd)
     try:
-        lock_for_life(fd)  # cannot fail: nobody else has opened a file this new
         os.posix_fallocate(fd, 0, size)
         os.fchmod(fd, 0o644)
     except BaseException as error:
