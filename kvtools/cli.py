@@ -36,6 +36,7 @@ from typer._click.shell_completion import CompletionItem  # noqa: E402
 from typer._click.types import FloatParamType, FloatRange  # noqa: E402
 from typer.core import TyperGroup  # noqa: E402
 from typer.main import get_command  # noqa: E402
+from typer.models import TyperPath  # noqa: E402
 
 from kvtools import __version__  # noqa: E402
 from kvtools.errors import KvError, hint_for  # noqa: E402
@@ -118,21 +119,33 @@ class Finite(FloatRange):
         return number
 
 
-def _finite(command: Command) -> Command:
-    """`command` and all below it, with every float option refusing what is no number."""
+class PathName(TyperPath):
+    """A path as it was typed. The stock type asks stat about each, which on a dead mount never returns, before any deadline
+    of ours begins; what is there is for the command to find out. An empty one is an unset variable of a shell."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not os.fspath(value):
+            self.fail("an empty path names nothing", param, ctx)
+        return value
+
+
+def _mended(command: Command) -> Command:
+    """`command` and all below it, with every float option refusing what is no number, and every path taken as a name."""
     for param in command.params:
+        if isinstance(param.type, TyperPath) and not param.type.exists:
+            param.type = PathName()
         if isinstance(param.type, FloatParamType) and not isinstance(param.type, Finite):
             bounds = param.type if isinstance(param.type, FloatRange) else FloatRange()
             param.type = Finite(bounds.min, bounds.max, bounds.min_open, bounds.max_open, bounds.clamp)
     for below in getattr(command, "commands", {}).values():
-        _finite(below)
+        _mended(below)
     return command
 
 
 def load(target: str) -> Command:
     """The command behind "module:attribute", with the house style of `new_app`."""
     module, _, attribute = target.partition(":")
-    return _finite(get_command(getattr(importlib.import_module(module), attribute)))
+    return _mended(get_command(getattr(importlib.import_module(module), attribute)))
 
 
 class LazyGroup(TyperGroup):

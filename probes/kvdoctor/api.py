@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import Report, Result
@@ -17,10 +17,9 @@ from kvdoctor.rules.base import GROUPS
 from kvdoctor.verdict import judge
 from kvtools.output import printable
 
-if TYPE_CHECKING:
-    from kvdoctor.collect.source import Source
+Answer = TypeVar("Answer")
 
-CAPTURE_DEADLINE_S = 20.0
+CAPTURE_DEADLINE_S = 10.0
 
 __all__ = ["Facts", "Report", "Result", "collect_capture", "collect_host", "direct_reason", "judge", "posix_reason", "warnings"]
 
@@ -49,12 +48,14 @@ def collect_host(
     from kvdoctor.collect.source import Source
 
     source = Source(root, run_tools=run_tools and str(root) == "/", deadline_s=deadline_s, recorder=recorder, shm=shm)
-    return _bounded(
-        source, deadline_s, lambda: collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress)
+    return in_time(
+        lambda: collect(source, paths=paths, with_ais_check=with_ais_check, want=want, progress=progress),
+        deadline_s,
+        lambda: source.looking_at or "its first file",
     )
 
 
-def _bounded(source: "Source", deadline_s: float, look: Callable[[], Facts]) -> Facts:
+def in_time(look: Callable[[], Answer], deadline_s: float, where: Callable[[], str]) -> Answer:
     """`look()` on a thread that is left behind where it does not end: a file on a dead mount may never answer.
 
     Every part of a look has its own bound; this one is for what no part expects to hang. Raises TimedOut, and what `look` does.
@@ -63,7 +64,7 @@ def _bounded(source: "Source", deadline_s: float, look: Callable[[], Facts]) -> 
 
     from kvtools.errors import TimedOut
 
-    done: list[Facts] = []
+    done: list[Answer] = []
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -79,20 +80,26 @@ def _bounded(source: "Source", deadline_s: float, look: Callable[[], Facts]) -> 
         raise failed[0]
     if not done:
         raise TimedOut(
-            f"the look does not come back from {source.looking_at or 'its first file'} within {deadline_s:g} s",
+            f"the look does not come back from {where()} within {deadline_s:g} s",
             hint="a mount there is dead, or --deadline is too short",
         )
     return done[0]
 
 
-def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: Any = None) -> Facts:
-    """Facts of a captured host: a directory with root/, cmd/ and case.json. Raises NotFound or UsageError for anything else."""
+def collect_capture(
+    folder: str | Path, paths: Sequence[str] = (), *, recorder: Any = None, deadline_s: float | None = None
+) -> Facts:
+    """Facts of a captured host: a directory with root/, cmd/ and case.json. Raises NotFound or UsageError for anything else,
+    and TimedOut where its files do not answer within `deadline_s` (CAPTURE_DEADLINE_S at most, and when not given)."""
     from kvdoctor.collect.holdings import open_capture
     from kvdoctor.collect.host import collect
+    from kvdoctor.collect.reach import must_answer
     from kvdoctor.collect.source import Source
     from kvdoctor.parse import shape
 
-    home, case, holdings = open_capture(folder)
+    limit = CAPTURE_DEADLINE_S if deadline_s is None else min(deadline_s, CAPTURE_DEADLINE_S)
+    must_answer(folder, limit)
+    home, case, holdings = in_time(lambda: open_capture(folder), limit, lambda: str(folder))
     told = case.get("denied")
     denied = {str(path): str(why) for path, why in told.items()} if isinstance(told, dict) else {}
     source = Source(
@@ -103,7 +110,7 @@ def collect_capture(folder: str | Path, paths: Sequence[str] = (), *, recorder: 
         lost=holdings.lost,
         recorder=recorder,
     )
-    facts = _bounded(source, CAPTURE_DEADLINE_S, lambda: collect(source, paths=paths, case=case))
+    facts = in_time(lambda: collect(source, paths=paths, case=case), limit, lambda: source.looking_at)
     facts.redacted = shape.mapping(case.get("captured")).get("redacted") is True
     facts.lost = sorted(holdings.lost) if holdings.listed is not None else [] if facts.partial else ["index.json"]
     return facts
@@ -154,7 +161,7 @@ def _quick(root: str | Path, path: str) -> Facts:
     from kvdoctor.collect.source import Source
 
     source = Source(root, run_tools=False, deadline_s=2.0)
-    return _bounded(source, 2.0, lambda: collect(source, paths=[path], quick=True))
+    return in_time(lambda: collect(source, paths=[path], quick=True), 2.0, lambda: source.looking_at)
 
 
 def warnings(report: Report) -> list[str]:

@@ -57,7 +57,7 @@ def doctor(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    check_options(root, from_, prove=prove, fix=fix, json=json)
+    check_options(root, from_, prove=prove, fix=fix, json=json, deadline_s=deadline)
     check_names([*(only or []), *(skip or [])])
     check_selection(only or [], skip or [])
     show_progress = not quiet and not json
@@ -80,6 +80,17 @@ def doctor(
     raise typer.Exit(exit_code(report, strict=strict))
 
 
+ROOT_DEADLINE_S = 5.0
+"""How long a first look at --root may take: a dead mount never answers."""
+
+
+def _check_root(root: Path) -> None:
+    if not root.is_dir():
+        raise UsageError(f"--root {root} is not a directory", hint="bind-mount the host's / there, read-only")
+    if (root / "case.json").is_file() and (root / "root").is_dir():
+        raise UsageError(f"--root {root} is a capture", hint=f"kvdoctor --from {root}")
+
+
 @contextmanager
 def ends_on_sigterm() -> Iterator[None]:
     """Within it SIGTERM ends this process as an exit does, so that children are stopped and what they made is removed."""
@@ -97,14 +108,15 @@ def ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: bool, json: bool) -> None:
-    """Refuse options that contradict each other. Raises UsageError."""
+def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: bool, json: bool, deadline_s: float) -> None:
+    """Refuse options that contradict each other. Raises UsageError, and TimedOut where --root does not answer."""
     if root is not None and capture is not None:
         raise UsageError("--root and --from exclude each other", hint="--root is a mounted host, --from a capture")
-    if root is not None and not root.is_dir():
-        raise UsageError(f"--root {root} is not a directory", hint="bind-mount the host's / there, read-only")
-    if root is not None and (root / "case.json").is_file() and (root / "root").is_dir():
-        raise UsageError(f"--root {root} is a capture", hint=f"kvdoctor --from {root}")
+    if root is not None:
+        from kvdoctor.collect.reach import must_answer
+
+        must_answer(root, min(ROOT_DEADLINE_S, deadline_s))
+        _check_root(root)
     if prove and (capture is not None or root is not None):
         raise UsageError("--prove does real I/O, which only the live host can", hint="run kvdoctor --prove --path DIR on that host")
     if fix and json:
@@ -123,7 +135,7 @@ def look(
 ) -> api.Facts:
     """Facts from where the options say."""
     if capture is not None:
-        return api.collect_capture(capture, paths, recorder=recorder)
+        return api.collect_capture(capture, paths, recorder=recorder, deadline_s=deadline_s)
     from kvdoctor.report import progress
 
     draw = progress(sys.stderr)
@@ -231,7 +243,7 @@ def capture(
     from kvdoctor.capture import Recording, write_capture
     from kvdoctor.rules.base import quote
 
-    check_options(root, from_, prove=False, fix=False, json=False)
+    check_options(root, from_, prove=False, fix=False, json=False, deadline_s=deadline)
     recording = Recording()
     with ends_on_sigterm():
         facts = look(

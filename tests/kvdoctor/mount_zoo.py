@@ -96,9 +96,11 @@ def dead(scratch: Path) -> dict[str, Any]:
         started = time.monotonic()
         facts = api.collect_host(paths=[str(silent / "kvd"), str(healthy)], deadline_s=3.0, run_tools=False)
         took = time.monotonic() - started
+        words = {"--from": 1, "--root": 1, "capture": 4}  # the last one looks at this host first
+        refused = [command(word, silent / "kvd", "--deadline", str(limit)) for word, limit in words.items()]
     finally:
         os.close(server)
-    return {"facts": facts.to_json(), "seconds": took, "silent": str(silent / "kvd"), "healthy": str(healthy)}
+    return {"facts": facts.to_json(), "seconds": took, "refused": refused, "silent": str(silent / "kvd"), "healthy": str(healthy)}
 
 
 def command(*words: str | Path) -> dict[str, Any]:

@@ -148,6 +148,10 @@ def test_a_mount_that_never_answers_costs_its_deadline_and_only_its_own_answer(t
     report = api.judge(Facts.from_json(answer["facts"]))
     silent = {item.id: item for item in report.results if item.scope == answer["silent"]}
     healthy = {item.id: item for item in report.results if item.scope == answer["healthy"]}
+    for word in answer["refused"]:
+        assert (word["rc"], word["stdout"]) == (6, ""), "as a capture, as a root, and as a place to write one to"
+        assert word["stderr"].startswith("kvdoctor: error: ")
+        assert answer["silent"] in word["stderr"]
     assert silent["storage.exists"].status == "fail"
     assert "no answer within" in silent["storage.exists"].observed
     assert healthy["storage.exists"].status == healthy["storage.writable"].status == "pass", "though it was named second"

@@ -109,6 +109,29 @@ def test_no_command_takes_what_is_no_number(capsys: pytest.CaptureFixture[str], 
         assert "Traceback" not in error
 
 
+@pytest.mark.parametrize("group", ["ctl", "top", "doctor", "gate", "demo"])
+def test_no_command_asks_about_a_path_while_its_words_are_read(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """A stat on a dead mount never returns, and no deadline of a command has begun by then."""
+
+    def paths(command: Any) -> list[Any]:
+        mine = [param for param in command.params if isinstance(param.type, cli.TyperPath)]
+        return mine + [param for below in getattr(command, "commands", {}).values() for param in paths(below)]
+
+    found = paths(cli.load(cli.COMMANDS[group][1]))
+    assert found
+
+    def asked(*words: Any, **more: Any) -> None:
+        raise AssertionError("the system was asked")
+
+    with monkeypatch.context() as patch:
+        for name in ("stat", "lstat", "access"):
+            patch.setattr(f"os.{name}", asked)
+        assert {str(param.type.convert("/mnt/dead/x", param, None)) for param in found} == {"/mnt/dead/x"}
+    for param in found:
+        with pytest.raises(cli.ClickException, match="an empty path names nothing"):
+            param.type.convert("", param, None)
+
+
 def test_there_are_number_options_to_refuse_for() -> None:
     found = [option.opts[0] for _, target, _ in cli.COMMANDS.values() for _, option in float_options(cli.load(target))]
     assert {"--deadline", "--seconds", "--prefill-rate", "--l1-size-gb"} <= set(found)

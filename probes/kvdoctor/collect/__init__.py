@@ -2,6 +2,7 @@
 
 source       the seam: files, commands, system calls; live, below a root, or from a capture
 holdings     what a capture holds, and what of it went missing
+reach        whether a path answers, asked by a child
 tools        one external command with a deadline that holds
 environment  container, privileges, virtual machine        gpu      PCI GPUs, links, KFD topology
 kernel       options, symbols, IOMMU, ACS, log             driver   amdgpu: loaded, on disk, dkms, Secure Boot

@@ -40,7 +40,9 @@ def collect_paths(source: Source, paths: list[tuple[str, str]], want: dict[str, 
     found = []
     for path, origin in paths:
         kv = KvPath(path=path, origin=origin, want=(want or {}).get(path))
-        kv.mount = mount_of(source.real_in_time(path), mounts)
+        # Where the probe's stat never came back, no thread of ours may follow it: it could keep this process from its end.
+        silent = "hung" in probed.get(path, {}) and "exists" not in probed[path]
+        kv.mount = mount_of(path if silent else source.real_in_time(path), mounts)
         if kv.mount:
             _stack(source, kv, kv.mount)
             _journal(source, kv, kv.mount)
