@@ -94,7 +94,7 @@ def dead(scratch: Path) -> dict[str, Any]:
         raise SystemExit(f"mount fuse: {os.strerror(ctypes.get_errno())}")
     try:
         started = time.monotonic()
-        facts = api.collect_host(paths=[str(silent / "kvd"), str(healthy)], deadline_s=3.0, run_tools=False)
+        facts = api.collect_host(paths=[str(silent / "kvd"), str(healthy)], deadline_s=8.0, run_tools=False)
         took = time.monotonic() - started
         words = {"--from": 1, "--root": 1, "capture": 4}  # the last one looks at this host first
         refused = [command(word, silent / "kvd", "--deadline", str(limit)) for word, limit in words.items()]

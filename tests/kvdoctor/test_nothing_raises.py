@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvdoctor import api, report
 from kvdoctor.facts import Facts
 from kvdoctor.fix import script
+from kvtools.errors import UsageError
 from tests.kvdoctor.conftest import CASES, case_folders, lay_out
 
 VERDICTS = {"ready", "ready-with-warnings", "not-ready", "undetermined", "no-gpu"}
@@ -57,6 +58,9 @@ def test_a_damaged_capture(captures: dict[str, Path], tmp_path: Path, name: str,
                 path.write_text(dice.choice(JUNK), errors="surrogateescape")
     try:
         check(api.collect_capture(copy))
+    except UsageError:
+        left = [path for part in ("root", "cmd") for path in (copy / part).rglob("*") if path.is_file()]
+        assert left == [], "only where all of it is gone it is no capture any more"
     finally:
         shutil.rmtree(copy)
 
