@@ -11,6 +11,7 @@ memory never holds an engine up.
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -78,6 +79,7 @@ class Pool:
         self._published = 0.0
         self._released = False
         self._ended = threading.Event()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._follow, name="kvtools-follower", daemon=True)
 
     def start(self) -> None:
@@ -177,8 +179,8 @@ class Pool:
             self.figures.write({**numbers, "limits_total": self._limits, "evicted_blocks_total": evicted})
 
     def close(self) -> None:
-        """End following and remove the files. A second call does nothing."""
-        if self._ended.is_set():
+        """End following and remove the files. A second call does nothing, nor does one in a forked child: they are its parent's."""
+        if self._ended.is_set() or os.getpid() != self._pid:
             return
         self._ended.set()
         if self._thread.is_alive():

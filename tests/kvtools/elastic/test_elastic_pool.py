@@ -12,8 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvtools.elastic.figures import Figures
+from kvtools.elastic.pool import Pool
+from kvtools.elastic.settings import read_settings
+from kvtools.elastic.tracker import MemInfoTracker
 from kvtools.segments import owner, pool
 from kvtools.segments.stats import instance_of_pool, read_stats, stats_name
+from tests.kvtools.elastic.conftest import Real
 from tests.support.processes import SHARED_MEMORY, Ran, freeze, wait_until
 
 MIB = 1 << 20
@@ -418,3 +423,28 @@ def test_a_full_shared_memory_takes_nothing_from_a_running_pool(start: Start, cl
     assert pool.read_pool("pool", root=shm).limit_bytes == 41 * MIB
     assert engine.ask("read", "pool")
     assert engine.end().count("no room in /dev/shm for owner file") == 1, "said once a minute"
+
+
+@pytest.mark.real("segments")
+def test_a_forked_child_that_ends_takes_nothing_from_its_parent(shm_name: Name, real: Callable[..., Real]) -> None:
+    """What an engine registers for its end, a child of a bare fork runs too."""
+    name, one = shm_name(), real()
+    info = owner.OwnerInfo("test", start_capacity_bytes=one.geometry.capacity_bytes, page_bytes=one.geometry.page_bytes)
+    tracker = MemInfoTracker(name, info, memory=one.memory)
+    following = Pool(one.manager, tracker, read_settings({}), figures=Figures(name))
+    try:
+        following.start()
+        files = {entry for entry in os.listdir(SHARED_MEMORY) if name in entry}
+        assert len(files) == 3
+        child = os.fork()
+        if not child:
+            try:
+                following.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert {entry for entry in os.listdir(SHARED_MEMORY) if name in entry} == files
+        assert figures(name).alive
+    finally:
+        following.close()
+    assert not [entry for entry in os.listdir(SHARED_MEMORY) if name in entry]

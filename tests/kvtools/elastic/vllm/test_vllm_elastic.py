@@ -170,7 +170,10 @@ def test_a_limit_while_requests_run_is_reached_as_their_blocks_are_freed(shared:
 def test_a_device_without_room_makes_requests_wait_and_the_engine_lives(shared: tuple[Engine, str], how: str) -> None:
     engine, name = shared
     engine.ask("reset")
+    # Four blocks each, and a fifth one while they generate: as many as there is room for begin together, and then need one more.
+    growing = [prompt(100, 100 + seed) for seed in range(12)]
     alone = [engine.one(one)["tokens"] for one in PROMPTS]
+    alone_growing = [engine.one(one, tokens=40)["tokens"] for one in growing]
     engine.ask("reset")
     wait_until(lambda: pool.read_pool(name).mapped_bytes <= 3 * MIB, what="the reset to give pages back")
     # Room for about two requests at once, then none: mapping fails in the worker, with the exception that a GPU's driver causes,
@@ -183,6 +186,10 @@ def test_a_device_without_room_makes_requests_wait_and_the_engine_lives(shared: 
     before = pool.read_pool(name).mapped_bytes
     answers = engine.generate(PROMPTS, tokens=8)
     assert [one["tokens"] for one in answers] == alone
+    preempted = engine.ask("preemptions")
+    answers = engine.generate(growing, tokens=40)
+    assert [one["tokens"] for one in answers] == alone_growing
+    assert engine.ask("preemptions") > preempted
     wait_until(lambda: (read_stats(figures).get("map_failures_total") or 0) > begun, what="the failures")
     assert pool.read_pool(name).mapped_bytes <= before
     assert physical(engine.pid)[0] <= before
