@@ -422,7 +422,7 @@ def test_a_full_shared_memory_takes_nothing_from_a_running_pool(start: Start, cl
     wait_until(lambda: pool.read_pool("pool", root=shm).used_bytes == 7 * MIB, what="the numbers")
     assert pool.read_pool("pool", root=shm).limit_bytes == 41 * MIB
     assert engine.ask("read", "pool")
-    assert engine.end().count("no room in /dev/shm for owner file") == 1, "said once a minute"
+    assert engine.end().count("no room in /dev/shm for owner file") in (1, 2), "said once a minute"
 
 
 @pytest.mark.real("segments")

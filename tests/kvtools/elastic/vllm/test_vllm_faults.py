@@ -168,7 +168,7 @@ def test_shared_memory_that_fills_up_under_an_engine_takes_nothing_from_it(cli: 
             (shm / path).unlink()  # which frees nothing: the engine has them open
         assert [engine.one(one)["tokens"] for one in PROMPTS] == alone
         assert sum(physical(engine.pid)) <= 8 << 20
-        assert engine.text().count("no room in /dev/shm for owner file") == 1, "said once a minute"
+        assert engine.text().count("no room in /dev/shm for owner file") in (1, 2), "said once a minute"
         (shm / "filler").unlink()
         wait_until(lambda: owner.read_owner("pool", root=shm) and (shm / "pool").exists(), what="both files to come back")
         assert pool.read_pool("pool", root=shm).limit_bytes == 8 << 20
