@@ -8,7 +8,7 @@
     router: {router_port: 8080, max_concurrency: 256}
     sleep_manager: {idle_threshold_seconds: 300, auto_sleep_enabled: true, min_sleep_duration: 60}
 
-A flattened model may also stand at the top of the file. A model's own `sleep` and `limits` win over `sleep_manager` and
+Without `models`, flattened models may stand at the top of the file. A model's own `sleep` and `limits` win over `sleep_manager` and
 `router`. Unknown keys are errors; so are two models of one name, and two on one endpoint. Everything here is immutable:
 a reload makes a new `GateConfig` and the router compares the two.
 """
@@ -271,9 +271,11 @@ def _devices(value: Any) -> dict[int, int]:
 
 
 def _model_sections(top: Section) -> list[tuple[str, Section]]:
-    """Every model of the three places one may stand: `models`, flattened or nested, and the top of the file."""
-    nested = top.sub("models")
-    found = [(name, nested.sub(name)) for name in nested.rest()]
+    """Every model: those of `models`, flattened or nested; where there is no `models`, those at the top of the file."""
+    if top.has("models"):
+        nested = top.sub("models")
+        return [(name, nested.sub(name)) for name in nested.rest()]
+    found: list[tuple[str, Section]] = []
     for name in top.rest():
         value = top.values[name]
         if name != "instances" and isinstance(value, dict) and _ENDPOINT_KEYS & value.keys():

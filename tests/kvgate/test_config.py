@@ -116,7 +116,7 @@ models:
         ("models: {m: {port: 1}}\nsleep_manager: {min_sleep_duration: 1, min_sleep_duration_seconds: 2}", "is another name of"),
         ("models: {m: {port: 1}}\nslep_manager: {}", "slep_manager: unknown key"),
         ("models: {m: {port: 1}, m: {port: 2}}", "models.yaml:1:24: key 'm' is written twice"),
-        ("models: {m: {port: 1}}\nm: {port: 2}", "two models are named 'm'"),
+        ("models: {m: {port: 1}}\nserver: {port: 2}", "server: unknown key"),
         ("a: {host: localhost, port: 1}\nb: {host: 127.0.0.1, port: 1}", "share the endpoint"),
         ("1: {port: 1}", "key 1 is a number, not text"),
         ("models: {m: !!python/object:os.system {}}", "models.yaml:1:13"),
