@@ -3,8 +3,8 @@
 Deleting under a live engine is the severe case: kvcached up to 0.1.5 dies of it, later ones go on with a segment that
 nobody lists. So a pool whose owner lives, or for which a likely owner process is found, goes only when its name is typed.
 
-Failure: NotFound, Unreachable (no segment, permission), TimedOut, Refused. Concurrency: the segment is read under its lock
-and removed only while the name still means it.
+Failure: NotFound, Unreachable (no segment, permission), TimedOut, Refused. Concurrency: the question takes a person's time,
+so who owns the segment is checked again at its removal (`owner.remove_pool`); an engine that took the name meanwhile keeps it.
 """
 
 from pathlib import Path
@@ -33,9 +33,6 @@ def delete(name: str, *, root: Path, yes: bool, confirm: str | None) -> pool.Poo
         used = f", {format_size(state.reading.used_bytes)} in use by its last word" if state.reading.used_bytes else ""
         agree(f"delete segment {shown} ({state.state}{used})?", yes=yes, refusal=f"segment {shown} is not deleted without a yes")
     try:
-        last = pool.remove(name, root=root)
+        return owner.remove_pool(name, state.holder, root=root)
     except NotFound:
         raise NotFound(f"segment {shown} went away by itself") from None
-    if state.owner is not None and not state.owner.alive:
-        owner.remove_stale(name, root=root)
-    return last

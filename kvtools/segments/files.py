@@ -19,11 +19,13 @@ Concurrency: no state; every function may be called from any thread.
 import errno
 import fcntl
 import os
+import re
 import stat
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError, hint_for
 from kvtools.output import printable
@@ -122,6 +124,18 @@ def explain(error: OSError, name: str, *, what: str, root: Path) -> NotFound | U
             f"no room in {root} for {what} {shown}", hint=f"free some shared memory (df {root}), or give the container a larger one"
         )
     return Unreachable(f"{what} {shown}: {error.strerror or error}", hint=hint_for(error))
+
+
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+def encodable(tree: Any) -> Any:
+    """JSON that somebody else wrote, with halves of characters (`"\\ud800"`) as U+FFFD: they fit no file and no screen."""
+    if isinstance(tree, str):
+        return tree if tree.isascii() else _LONE.sub("\ufffd", tree)
+    if isinstance(tree, dict):
+        return {encodable(key): encodable(value) for key, value in tree.items()}
+    return [encodable(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def still_named(fd: int, path: Path) -> bool:

@@ -31,6 +31,7 @@ from kvtools.segments.files import (
     SHM,
     SIDECAR_SUFFIX,
     check_name,
+    encodable,
     explain,
     flock,
     held_for_life,
@@ -113,6 +114,19 @@ class Owner(NamedTuple):
 State = Literal["live", "stale", "unknown"]
 
 
+class Holder(NamedTuple):
+    """Who owned a pool when somebody decided something about it: what is checked again when it is done."""
+
+    state: State
+    pid: int = 0
+    """The recorded pid where the owner lives, else 0."""
+
+    def words(self) -> str:
+        if self.state == "live":
+            return f"a running engine (pid {self.pid})" if self.pid else "a running engine"
+        return "an engine that is gone" if self.state == "stale" else "nobody who says so"
+
+
 class PoolState(NamedTuple):
     """A pool segment, its owner if it says one, whether that lives ("live", "stale", "unknown"), and why we think so."""
 
@@ -124,6 +138,10 @@ class PoolState(NamedTuple):
     @property
     def name(self) -> str:
         return self.reading.name
+
+    @property
+    def holder(self) -> Holder:
+        return _holder(self.owner)
 
 
 def judge(reading: pool.PoolReading, *, root: Path = SHM) -> PoolState:
@@ -139,6 +157,21 @@ def judge(reading: pool.PoolReading, *, root: Path = SHM) -> PoolState:
     if owner.error:  # a file that says nothing proves nothing
         return PoolState(reading, owner, "unknown", owner.error)
     return PoolState(reading, owner, "stale", f"nobody holds the lock on its owner file; recorded owner: {owner.story}")
+
+
+def _holder(owner: Owner | None) -> Holder:
+    if owner is None or (owner.error and not owner.alive):
+        return Holder("unknown")
+    return Holder("live", owner.pid) if owner.alive else Holder("stale")
+
+
+def _check_holder(name: str, now: Holder, said: Holder | None) -> None:
+    """Raises Refused when the pool is not owned any more as it was `said` (None: whoever owns it)."""
+    if said is not None and now != said:
+        raise Refused(
+            f"nothing was done: segment {printable(name)} belongs to {now.words()} by now, it belonged to {said.words()}",
+            hint="look at it again, and decide anew",
+        )
 
 
 def sidecar_name(name: str) -> str:
@@ -180,6 +213,7 @@ def change_limit(
     *,
     by: str,
     expected: int | None = None,
+    holder: Holder | None = None,
     root: Path = SHM,
     timeout_s: float = LOCK_TIMEOUT_S,
     clock: Callable[[], int] = time.time_ns,
@@ -188,16 +222,25 @@ def change_limit(
 
     `by` says who asks ("kvctl limit, uid 0"). The note comes after the write and inside the sidecar's flock, so the owner's
     answer cannot overtake it. Without a writable sidecar the limit is written all the same: word 0 is what counts.
+    With `holder` it is Refused when the pool is owned by somebody else by now (`expected` says the same of the limit).
     """
+
+    def without_note() -> pool.LimitChange:
+        if holder is not None:
+            _check_holder(name, judge(pool.read_pool(name, root=root, timeout_s=timeout_s), root=root).holder, holder)
+        return pool.write_limit(name, limit_bytes, expected=expected, root=root, timeout_s=timeout_s)
+
     try:
         fd = open_file(sidecar_name(name), os.O_RDWR, root=root, what="owner file")
     except KvError:
-        return pool.write_limit(name, limit_bytes, expected=expected, root=root, timeout_s=timeout_s)
+        return without_note()
     try:
         try:
             flock(fd, fcntl.LOCK_EX, what=f"owner file {printable(name)}{SIDECAR_SUFFIX}", timeout_s=timeout_s)
         except TimedOut:
-            return pool.write_limit(name, limit_bytes, expected=expected, root=root, timeout_s=timeout_s)
+            return without_note()
+        # An engine that starts writes itself in under the same flock.
+        _check_holder(name, _holder(_parse(name, os.pread(fd, _MAX_READ, 0), held_for_life(fd))), holder)
         change = pool.write_limit(name, limit_bytes, expected=expected, root=root, timeout_s=timeout_s)
         owner = _parse(name, os.pread(fd, _MAX_READ, 0), alive=True)
         if not owner.error:
@@ -205,6 +248,23 @@ def change_limit(
         return change
     finally:
         os.close(fd)
+
+
+def remove_pool(name: str, holder: Holder, *, root: Path = SHM, timeout_s: float = LOCK_TIMEOUT_S) -> pool.PoolReading:
+    """Remove pool `name`, and its sidecar unless its owner lives, if it is owned as when it was decided; its last reading.
+
+    Where the owner is not alive, its life lock is held for the removal: an engine that starts at this moment either owns the
+    pool first, and then it is Refused, or finds neither file. Raises NotFound, Refused, TimedOut, Unreachable.
+    """
+    now = judge(pool.read_pool(name, root=root, timeout_s=timeout_s), root=root)
+    _check_holder(name, now.holder, holder)
+    if now.owner is None or now.owner.alive:
+        return pool.remove(name, root=root, timeout_s=timeout_s)
+    last: list[pool.PoolReading] = []
+    if not remove_stale(name, root=root, before=lambda: last.append(pool.remove(name, root=root, timeout_s=timeout_s))):
+        _check_holder(name, judge(now.reading, root=root).holder, holder)
+        last.append(pool.remove(name, root=root, timeout_s=timeout_s))  # somebody took the owner file away
+    return last[0]
 
 
 def remove_stale(name: str, *, root: Path = SHM, before: Callable[[], object] | None = None) -> bool:
@@ -426,7 +486,7 @@ def _parse(name: str, data: bytes, alive: bool) -> Owner:
     if not line.strip():
         return _blank(name, alive, "it is empty" if not data else "its first line is empty")
     try:
-        body = json.loads(line)
+        body = encodable(json.loads(line))
         info = OwnerInfo(**{key: _typed(key, body[key]) for key in OwnerInfo._fields if key in body})
         limits = tuple(
             LimitEntry(

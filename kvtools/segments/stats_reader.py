@@ -16,7 +16,7 @@ from typing import Self
 
 from kvtools.errors import Unreachable
 from kvtools.output import printable
-from kvtools.segments.files import SHM, STATS_PREFIX, held_for_life, open_file, still_named
+from kvtools.segments.files import SHM, STATS_PREFIX, encodable, held_for_life, open_file, still_named
 from kvtools.segments.stats_format import (
     HEADER,
     HEADER_BYTES,
@@ -106,7 +106,7 @@ class StatsReader:
         if header < HEADER_BYTES or count > MAX_VALUES or start + 8 * count > len(data):
             raise self._unsound("shorter than its header says")
         try:
-            entries = json.loads(data[header : header + schema_bytes])
+            entries = encodable(json.loads(data[header : header + schema_bytes]))
             self._schema = [from_json(entry) for entry in entries]
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise self._unsound(f"its schema does not parse ({type(error).__name__})") from None

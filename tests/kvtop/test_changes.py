@@ -189,6 +189,52 @@ def test_delete_takes_a_dead_owners_file_along_and_leaves_a_live_ones(shm: Path)
     assert not (shm / "engine-a.kvtools").exists()
 
 
+@pytest.mark.real("segments")
+@pytest.mark.parametrize("seen", [True, False], ids=["after-a-tick", "before-the-tick"])
+@pytest.mark.parametrize("key", ["d", "l"])
+def test_an_engine_that_takes_the_name_while_the_question_stands_keeps_its_segment(shm: Path, key: str, seen: bool) -> None:
+    """Its engine was gone when the question was asked: the dialog follows, and where it could not yet, the change is refused."""
+    owner.OwnerLock.acquire("engine-a", owner.OwnerInfo(engine="old"), root=shm).close(remove=False)
+
+    async def run() -> tuple[str, Model]:
+        app, model = _on(shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press(key, *(["6", "G", "enter"] if key == "l" else [*"engine", "minus", "a"]))
+            assert "its engine is gone" in _words(app)
+            with owner.OwnerLock.acquire("engine-a", owner.OwnerInfo(engine="vllm"), root=shm):
+                if seen:
+                    app.main.take(Source(root=shm).read())
+                    await pilot.pause()
+                said = _words(app)
+                await pilot.press("y" if key == "l" else "enter")
+                await _settle(app, pilot)
+                assert _limit(shm) == 8 * GIB
+                assert (shm / "engine-a.kvtools").exists()
+            return said, model
+
+    said, model = asyncio.run(run())
+    if seen:
+        assert "its engine is gone" not in said
+        assert "it changed just now" in said
+    else:
+        assert "belongs to a running engine" in model.log[-1].text
+
+
+@pytest.mark.real("segments")
+def test_a_question_about_a_segment_that_is_gone_says_so_and_answers_nothing(shm: Path) -> None:
+    async def run() -> str:
+        app, _ = _on(shm)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await pilot.press("d")
+            pool.remove("engine-a", root=shm)
+            app.main.take(Source(root=shm).read())
+            await pilot.press(*"engine", "minus", "a", "enter")
+            assert isinstance(app.screen, DeleteDialog)
+            return _words(app)
+
+    assert "it is gone by now" in asyncio.run(run())
+
+
 # --- read-only ---------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from typing import Any, Self
 import msgspec
 
 from kvtools.errors import KvError, Refused, TimedOut, UsageError
+from kvtools.output import printable
 from kvtools.segments.files import flock
 from kvtools.units import format_size
 from kvtop.alerts import WARN, Alert
@@ -198,7 +199,7 @@ class Recorder:
                 self._writer.write(snapshot)
                 self.problem = ""
                 self._missed = 0
-            except (OSError, KvError) as error:
+            except Exception as error:  # noqa: BLE001 - the reading's edge: whatever it is, it is told, and the next one is tried
                 self.problem = self._reason = _why(error)
                 self._again = self._mono() + RETRY_S
                 self._miss(snapshot.time_s)
@@ -243,8 +244,12 @@ class Recorder:
                 self._miss(time.time())
 
 
-def _why(error: OSError | KvError) -> str:
-    return error.message if isinstance(error, KvError) else error.strerror or str(error)
+def _why(error: Exception) -> str:
+    if isinstance(error, KvError):
+        return error.message
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"a reading could not be written ({type(error).__name__}: {printable(str(error))})"
 
 
 def _clock(time_s: float) -> str:
@@ -257,7 +262,12 @@ def _encodable(tree: Any) -> Any:
         return {_encodable(key): _encodable(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [_encodable(value) for value in tree]
-    return tree.encode(errors="surrogateescape").decode(errors="backslashreplace") if isinstance(tree, str) else tree
+    if not isinstance(tree, str):
+        return tree
+    try:
+        return tree.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    except UnicodeEncodeError:  # half a character that stands for no byte either
+        return tree.encode(errors="backslashreplace").decode()
 
 
 def flatten(tree: Any, names: list[str], leaves: list[Any], name: str) -> None:

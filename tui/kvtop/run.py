@@ -308,14 +308,19 @@ def _record_only(model: Model, source: Readable, recorder: "Recorder") -> int:
     import signal
     import threading
 
+    from kvtools.output import note, printable
     from kvtop.reader import Reader
 
     done = threading.Event()
+    told: set[str] = set()
     status: list[Exit] = []
 
     def deliver(snapshot: Snapshot | None, problem: str) -> None:
         if snapshot is not None:
             recorder(snapshot)
+        elif problem not in told:
+            told.add(problem)
+            note(f"kvtop: warning: a reading failed: {printable(problem)}")
         if recorder.problem:
             done.set()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtools.ctl import pruning
+from kvtools.errors import Refused
 from kvtools.segments import owner, pool, stats
 from tests.kvtools.engines import end, start_engine
 from tests.support.processes import SCRIPTS, Ran
@@ -183,3 +184,20 @@ def test_a_prune_against_starting_engines_never_takes_an_owned_pool(shm: Path) -
     finally:
         stop.set()
         thread.join()
+
+
+def test_an_engine_that_takes_the_name_while_the_question_stands_keeps_its_segment(shm: Path) -> None:
+    """What the question said is checked again at the removal, under the life lock of its owner file."""
+    pool.create_pool("x", 1 << 30, root=shm)
+    owner.OwnerLock.acquire("x", owner.OwnerInfo(engine="old"), root=shm).close(remove=False)
+    asked = owner.judge(pool.read_pool("x", root=shm), root=shm).holder
+    assert asked == owner.Holder("stale")
+    with owner.OwnerLock.acquire("x", owner.OwnerInfo(engine="vllm"), root=shm):
+        with pytest.raises(Refused, match="belongs to a running engine"):
+            owner.remove_pool("x", asked, root=shm)
+        with pytest.raises(Refused, match="belongs to a running engine"):
+            owner.change_limit("x", 1 << 20, by="t", holder=asked, root=shm)
+        assert pool.read_pool("x", root=shm).limit_bytes == 1 << 30
+        now = owner.judge(pool.read_pool("x", root=shm), root=shm).holder
+        owner.remove_pool("x", now, root=shm)
+        assert (shm / "x.kvtools").exists(), "the file is its owner's while it lives"

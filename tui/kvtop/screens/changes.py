@@ -3,11 +3,14 @@
     limit    type a size -> see what it would mean -> Enter -> y writes it; Enter, n and Esc do not
     delete   type the segment's whole name -> Enter deletes; anything else does not
 
-The writing is kvtools.segments' (word 0 under the lock, noted in the owner file), on a worker thread, with `expected`: a limit that
-somebody else changed while the question stood is not overwritten. Previews are plain functions of a segment and a text.
+A question stands for as long as a person thinks, and the host goes on: each tick the dialog follows its segment, and one that got
+another owner meanwhile has to be answered anew. What counts is checked once more where it is done, by kvtools.segments on a worker
+thread: a limit that somebody changed is not overwritten (`expected`), and a segment whose owner is not the one the dialog named
+(`holder`) is neither limited nor deleted. Previews are plain functions of a segment and a text.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from textual.binding import Binding
@@ -17,7 +20,7 @@ from kvtools.errors import KvError
 from kvtools.segments import owner, pool
 from kvtools.units import format_size, parse_size
 from kvtop.events import limit_text
-from kvtop.screens.dialogs import SCROLLING, Dialog
+from kvtop.screens.dialogs import SCROLLING, Answer, Dialog
 from kvtop.snapshot import DEAD, LIVE, Segment
 from kvtop.text import Glyphs, Line, Span, bar, pairs, safe, span
 from kvtop.widgets.canvas import Styles
@@ -60,37 +63,87 @@ def limit_preview(segment: Segment, text: str, width: int, glyphs: Glyphs) -> tu
     return wanted, lines
 
 
-class LimitDialog(Dialog[int]):
-    """Answers with the new limit in bytes."""
+class Question(Dialog[Answer]):
+    """A dialog about one segment, which it follows while it stands."""
+
+    segment: Segment
+    asks = True
+
+    def __init__(self, looks: Styles, title: str, segment: Segment) -> None:
+        super().__init__(looks, title)
+        self.segment = segment
+        self.gone = False
+        self.complaint = ""
+
+    def follow(self, segments: Sequence[Segment]) -> None:
+        """One tick: what was typed about a segment of another state is no answer to this one."""
+        now = next((one for one in segments if one.name == self.segment.name), None)
+        gone = now is None
+        if now is not None:
+            if self._said(now) != self._said(self.segment):
+                self._ask_again()
+            self.segment = now
+        if gone != self.gone and not gone:
+            self._ask_again()
+        self.gone = gone
+        self.fill()
+
+    def _said(self, segment: Segment) -> object:
+        """What of the segment the answer hangs on."""
+        return holder_of(segment)
+
+    def _ask_again(self) -> None:
+        self.complaint = "it changed just now: read again what is said above"
+        self.field.value = ""
+
+    def told(self) -> list[Line]:
+        """What stands above everything else."""
+        return [span("it is gone by now", "warn")] if self.gone else []
+
+    def on_input_changed(self) -> None:
+        if self.field.value:
+            self.complaint = ""
+        self.fill()
+
+
+class LimitDialog(Question[tuple[Segment, int]]):
+    """Answers with the segment as it was last shown, and the new limit in bytes."""
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
         *SCROLLING,
         Binding("y,Y", "yes", show=False),
         Binding("n,N,enter", "no", show=False),
     ]
-    asks = True
 
     def __init__(self, looks: Styles, segment: Segment, glyphs: Glyphs) -> None:
-        super().__init__(looks, f" limit of {safe(segment.name)} ")
-        self.segment = segment
+        super().__init__(looks, f" limit of {safe(segment.name)} ", segment)
         self.glyphs = glyphs
         self.wanted: int | None = None
         self.sure = False
 
     def lines(self, width: int) -> list[Line]:
         self.wanted, lines = limit_preview(self.segment, self.field.value, width, self.glyphs)
-        return lines
+        return [*self.told(), *lines]
+
+    def _said(self, segment: Segment) -> object:
+        return holder_of(segment), segment.limit_bytes
+
+    def _ask_again(self) -> None:
+        super()._ask_again()
+        if self.sure:
+            self.sure = False
+            self.field.disabled = False
+            self.set_focus(self.field)
 
     def question(self) -> Line:
+        if self.complaint:
+            return span(self.complaint, "warn")
         if self.sure:
             return (Span("write it?  ", "bold"), Span("y", "key"), Span(" yes   "), Span("N", "key"), Span(" no"))
         return span("Enter goes on, Esc closes" if self.wanted is not None else "Esc closes", "dim")
 
-    def on_input_changed(self) -> None:
-        self.fill()
-
     def on_input_submitted(self) -> None:
-        if self.wanted is not None:
+        if self.wanted is not None and not self.gone:
             # Without the focus on the field, the next key is an answer and not a letter.
             self.sure = True
             self.field.disabled = True
@@ -98,8 +151,8 @@ class LimitDialog(Dialog[int]):
             self.fill()
 
     def action_yes(self) -> None:
-        if self.sure:
-            self.dismiss(self.wanted)
+        if self.sure and self.wanted is not None:
+            self.dismiss((self.segment, self.wanted))
 
     def action_no(self) -> None:
         if self.sure:
@@ -120,19 +173,16 @@ def delete_lines(segment: Segment) -> list[Line]:
     return lines
 
 
-class DeleteDialog(Dialog[bool]):
-    """Answers True when the whole name was typed."""
+class DeleteDialog(Question[Segment]):
+    """Answers with the segment as it was last shown, when its whole name was typed."""
 
     BINDINGS = SCROLLING
-    asks = True
 
     def __init__(self, looks: Styles, segment: Segment) -> None:
-        super().__init__(looks, f" delete {safe(segment.name)} ")
-        self.segment = segment
-        self.complaint = ""
+        super().__init__(looks, f" delete {safe(segment.name)} ", segment)
 
     def lines(self, width: int) -> list[Line]:
-        return delete_lines(self.segment)
+        return [*self.told(), *delete_lines(self.segment)]
 
     def question(self) -> Line:
         if self.complaint:
@@ -140,23 +190,33 @@ class DeleteDialog(Dialog[bool]):
         return (Span("type its name to delete it: "), Span(safe(self.segment.name), "bold"), Span("  (Esc closes)", "dim"))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        if event.value == self.segment.name:
-            self.dismiss(True)
+        if event.value == self.segment.name and not self.gone:
+            self.dismiss(self.segment)
             return
-        self.complaint = "that is not its name: nothing was deleted"
+        self.complaint = "it is gone by now" if self.gone else "that is not its name: nothing was deleted"
         self.fill()
+
+
+def holder_of(segment: Segment) -> owner.Holder:
+    """Whom the screen named as the segment's owner."""
+    if segment.owner == LIVE:
+        return owner.Holder("live", segment.pid)
+    return owner.Holder("stale" if segment.owner == DEAD else "unknown")
 
 
 def write_limit(segment: Segment, limit_bytes: int, root: Path) -> str:
     """Write the limit; the sentence for the log. Raises KvError, also when somebody else changed it meanwhile."""
     change = owner.change_limit(
-        segment.name, limit_bytes, by=f"kvtop, uid {os.getuid()}", expected=segment.limit_bytes, root=root, timeout_s=1.0
-    )
+        segment.name, limit_bytes, by=f"kvtop, uid {os.getuid()}", expected=segment.limit_bytes, holder=holder_of(segment),
+        root=root, timeout_s=1.0,
+    )  # fmt: skip
     return f"{limit_text(change.before.limit_bytes, change.after.limit_bytes)} written"
 
 
 def delete(segment: Segment, root: Path) -> str:
-    """Delete the segment, and its owner file when nobody owns it; the sentence for the log. Raises KvError."""
-    last = pool.remove(segment.name, root=root, timeout_s=1.0)
-    owner.remove_stale(segment.name, root=root)
+    """Delete the segment, and its owner file when nobody owns it; the sentence for the log. Raises KvError.
+
+    Refused, as `kvctl delete` is, when its owner is not the one that was shown.
+    """
+    last = owner.remove_pool(segment.name, holder_of(segment), root=root, timeout_s=1.0)
     return f"deleted, it had {format_size(last.used_bytes)} of {format_size(last.limit_bytes)} in use"

@@ -156,10 +156,11 @@ class Jobs(Screen[None], inherit_bindings=False):
         if segment is None or self.options.readonly:
             return
 
-        def answered(limit_bytes: int | None) -> None:
-            if limit_bytes is not None:
-                seen = events.limit_text(segment.limit_bytes, limit_bytes)
-                self._begin(segment.name, seen, partial(changes.write_limit, segment, limit_bytes, self.options.root))
+        def answered(answer: tuple[Segment, int] | None) -> None:
+            if answer is not None:
+                shown, limit_bytes = answer
+                seen = events.limit_text(shown.limit_bytes, limit_bytes)
+                self._begin(shown.name, seen, partial(changes.write_limit, shown, limit_bytes, self.options.root))
 
         self.app.push_screen(changes.LimitDialog(self.app.looks, segment, self.model.glyphs), answered)
 
@@ -168,11 +169,18 @@ class Jobs(Screen[None], inherit_bindings=False):
         if segment is None or self.options.readonly:
             return
 
-        def answered(sure: bool | None) -> None:
-            if sure:
-                self._begin(segment.name, events.REMOVED, partial(changes.delete, segment, self.options.root))
+        def answered(shown: Segment | None) -> None:
+            if shown is not None:
+                self._begin(shown.name, events.REMOVED, partial(changes.delete, shown, self.options.root))
 
         self.app.push_screen(changes.DeleteDialog(self.app.looks, segment), answered)
+
+    def _follow(self) -> None:
+        """A question that stands is about the segment as it is now."""
+        if self.model.snapshot is not None:
+            for screen in self.app.screen_stack:
+                if isinstance(screen, changes.Question):
+                    screen.follow(self.model.snapshot.segments)
 
     def _begin(self, name: str, seen: str, change: Callable[[], str]) -> None:
         """Begin a change whose effect the next readings show as the event `seen`: told once, by what comes back."""

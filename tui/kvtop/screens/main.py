@@ -114,6 +114,7 @@ class MainScreen(Jobs, inherit_bindings=False):
                 self.say(f"{self.model.alerts[0].subject}: {self.model.alerts[0].text}", bad=True)
             if self.player is not None and self.player.ended:
                 self.reader.paused = True
+            self._follow()
         self.draw()
 
     def _watch_reader(self) -> None:
