@@ -1,5 +1,6 @@
 """What a recorder meets while it runs: text that no file can hold, a file that is taken away, an error nobody foresaw."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_half_a_character_that_somebody_wrote_is_recorded_and_shown(tmp_path: Pa
     pool.create_pool("chat", 1 << 30, root=shm)
     with owner.OwnerLock.acquire("chat", owner.OwnerInfo(engine="\ud800x"), root=shm):
         metrics = [stats.Metric("things", "gauge", "", "", labels={"of": "abcdef"})]
-        with stats.StatsWriter("tool", "one", metrics, root=shm) as writer:
+        with closing(stats.StatsWriter("tool", "one", metrics, root=shm)) as writer:
             text = writer.path.read_bytes().replace(b"abcdef", rb"\udfff")
             with writer.path.open("r+b") as file:
                 file.write(text)
