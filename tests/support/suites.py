@@ -33,8 +33,11 @@ from tests.support.real_parts import allowed
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / ".venv" / "bin"
 ENGINE = ROOT / ".venv-vllm" / "bin"
-TIERS = "tests/kvd/adapters"
-"""A third of the base suite's time by itself: servers that are slow, hang or are away."""
+BESIDE = {
+    "tiers": ["tests/kvd/adapters"],
+    "tools": ["tests/kvtop", "tests/kvdoctor", "tests/kvgate"],
+}
+"""Parts of the base suite that are suites of their own: servers that hang or are away, screens, mounts that do not answer."""
 AGAIN_AT_MOST = 3
 """Failed tests that get a second run. More of them are no accident."""
 REQUIRED = ("vllm", "kvd", "segments", "tmux")
@@ -151,12 +154,14 @@ def again(outcomes: Sequence[Outcome], pythons: Mapping[str, Path]) -> None:
 
 
 def suites(which: str, *, engine: bool) -> list[Outcome]:
-    """The base suite, its tests of tiers, and the engine's suite, side by side: each finds its own leftovers."""
+    """The base suite, its parts that have one of their own, and the engine's suite, side by side: each finds its own leftovers."""
     base = f"not vllm and {which}"
-    aside = [("tiers", BASE, ["-m", base, TIERS])] + ([("engine", ENGINE, ["-m", f"vllm and {which}"])] if engine else [])
+    aside = [(name, BASE, ["-m", base, *folders]) for name, folders in BESIDE.items()]
+    aside += [("engine", ENGINE, ["-m", f"vllm and {which}"])] if engine else []
     with ThreadPoolExecutor(len(aside)) as pool:
         beside = [pool.submit(suite, name, python, words, aside=True) for name, python, words in aside]
-        outcomes = [suite("base", BASE, ["-m", base, f"--ignore={TIERS}"])]
+        left_out = [f"--ignore={folder}" for folders in BESIDE.values() for folder in folders]
+        outcomes = [suite("base", BASE, ["-m", base, *left_out])]
         for one in beside:
             outcomes.append(one.result())
             print(outcomes[-1].output, flush=True)

@@ -145,12 +145,12 @@ def test_stopped_at_any_moment(place: Place) -> None:
     ("words", "says"),
     [
         (["--size", "1K"], "cannot measure values of 1 KiB"),
-        (["--seconds", "nan"], "--seconds is no number"),
+        (["--seconds", "nan"], "'--seconds': 'nan' is no number"),
         (["--path", "/dev/null"], "is not a directory"),
         (["--adapter", '{"type": "nosuch"}'], "unknown type 'nosuch'"),
         (["--adapter", "{}", "--socket", "/nowhere"], "daemon of the bench's own"),
         (["--bytes-per-token", "2M"], "--bytes-per-token 2097152"),
-        (["--bytes-per-token", "1K", "--prefill-rate", "nan"], "--prefill-rate is no number"),
+        (["--bytes-per-token", "1K", "--prefill-rate", "nan"], "'--prefill-rate': 'nan' is no number"),
     ],
 )
 def test_what_cannot_be_measured_is_said_before_anything_starts(place: Place, words: list[str], says: str) -> None:

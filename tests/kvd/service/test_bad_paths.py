@@ -142,7 +142,7 @@ class TestAtStart:
             (["--max-bytes", "-5M"], "-5M"),
             (["--max-bytes", "900T"], "memory"),
             (["--l1-size-gb", "0"], "not a size"),
-            (["--l1-size-gb", "nan"], "not a size"),
+            (["--l1-size-gb", "nan"], "no number"),
             (["--l1-size-gb", "one"], "one"),
             (["--l1-size-gb", "1", "--max-bytes", "1G"], "same thing"),
             (["--long-bytes", "1G"], "--long-path"),

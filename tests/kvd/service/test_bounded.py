@@ -90,14 +90,15 @@ def test_namespaces_that_are_empty_again_cost_nothing(daemon: Daemon, client: Cl
     """Tenants come and go by the thousand: a salt for each request must not add up."""
     client.ping()
     sizes = []
-    for round_ in range(3):
+    for round_ in range(5):
         with Raw(daemon.socket) as raw:
             for i in range(10_000):
                 space = (round_ * 10_000 + i).to_bytes(32, "big")
                 raw.send(p.PutInline(0, space, [K], [b"v"], 1), p.Delete(0, space, [K]))
             raw.ask(p.Ping(1))
         sizes.append(rss(daemon))
-    assert sizes[2] - sizes[0] < 2 * MIB, sizes
+    # 100 bytes kept of each would be 4 MiB; the notes of what was deleted are a ring, which fills up meanwhile.
+    assert sizes[4] - sizes[0] < 4 * MIB, sizes
     wait_until(lambda: client.stats()["namespaces"] < 100, what="empty namespaces to be forgotten")
 
 
