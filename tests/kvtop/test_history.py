@@ -73,3 +73,15 @@ def test_fifteen_minutes_of_a_hundred_segments_stay_small() -> None:
         history.feed(scenes.change(busy, time_s=busy.time_s + tick, mono_s=float(tick)))
     size = sum(sys.getsizeof(ring._data) for ring in history._rings.values())
     assert size < 5 << 20
+
+
+def test_what_a_graph_covers_is_the_time_it_was_read_over() -> None:
+    """Readings a second apart, then a minute, whatever the interval is by now; and a segment that came back after a gap."""
+    history = History()
+    for time_s in (100.0, 101.0, 102.0, 162.0, 222.0):
+        history.feed(Snapshot(time_s=time_s, mono_s=time_s, segments=(scenes.segment("a"),)))
+    history.feed(Snapshot(time_s=1000.0, mono_s=1000.0))
+    history.feed(Snapshot(time_s=2000.0, mono_s=2000.0, segments=(scenes.segment("a"),)))
+    assert history.covered_s("segment/a/used", 3) == 2000.0 - 162.0
+    assert history.covered_s("segment/a/used", 60) == 1900.0
+    assert history.covered_s("segment/b/used", 60) == 0.0

@@ -200,6 +200,26 @@ def test_a_kick_reads_at_once_whatever_the_interval() -> None:
     reader.stop()
 
 
+def test_another_interval_is_no_reading_of_its_own() -> None:
+    source = Counting()
+    reader = Reader(source, lambda snapshot, problem: None, interval_s=3600)
+    reader.start()
+    _wait(lambda: source.count == 1)
+    reader.paused = True
+    for interval_s in (1800, 0.001, 3600):
+        reader.interval_s = interval_s
+        time.sleep(0.02)
+    assert source.count == 1
+    reader.paused = False
+    _wait(lambda: source.count == 2)
+    reader.interval_s = 1800
+    time.sleep(0.02)
+    assert source.count == 2
+    reader.interval_s = 0.001
+    _wait(lambda: source.count > 3)
+    reader.stop()
+
+
 # --- replay ------------------------------------------------------------------------------------------------------------
 
 

@@ -45,3 +45,37 @@ def test_whatever_a_recorder_meets_is_told(tmp_path: Path) -> None:
     verdict = recorder.verdict()
     assert verdict is not None
     assert "not recorded" in verdict.message
+
+
+@pytest.mark.parametrize(("how", "what", "lost"), [("rm", "removed", 3), ("mv", "moved away", 0), ("empty", "emptied", 3),
+                                                   ("cut", "cut", 1), ("junk", "written into", 0)])  # fmt: skip
+def test_a_file_that_is_taken_away_meanwhile_is_told_and_begun_anew(tmp_path: Path, how: str, what: str, lost: int) -> None:
+    path = tmp_path / "r"
+    recorder = Recorder(Writer(path))
+    for tick in range(3):
+        recorder(scenes.host(tick))
+    assert not recorder.alerts()
+    if how == "rm":
+        path.unlink()
+    elif how == "mv":
+        path.rename(tmp_path / "older")
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut":
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 5)
+    else:
+        with path.open("ab") as file:
+            file.write(b"K somebody was here")
+    for tick in range(3, 6):
+        recorder(scenes.host(tick))
+    assert what in recorder.alerts()[0].text
+    assert what in recorder.notes[0]
+    recorder.close()
+    verdict = recorder.verdict()
+    assert (verdict is not None) == bool(lost)
+    if verdict is not None:
+        assert f"{lost} of 6 readings" in verdict.message
+    assert Recording(path).times[-3:] == [scenes.host(tick).time_s for tick in range(3, 6)]
+    if how == "mv":
+        assert len(Recording(tmp_path / "older")) == 3

@@ -117,10 +117,10 @@ def kvtop(
         return run.show_config(chosen)
     wanted = run.Wanted(
         names=tuple(names or ()), shm=shm, words=words, sort=sort, wait=refresh is not None,
-        record=record, record_max=record_max, replay=replay, at=at, settings=chosen,
+        record=record, record_max=record_max, size=size, replay=replay, at=at, settings=chosen,
     )  # fmt: skip
     if export_svg is not None:
-        return run.picture(wanted, export_svg, size)
+        return run.picture(wanted, export_svg)
     if once or json or check:
         return run.headless(wanted, json=json, check=check)
     return run.screen(wanted)

@@ -38,14 +38,19 @@ _NAMES: dict[str, str] = {
 
 def check_url(text: str) -> str:
     """The address as host:port/path, from 'host:8000' or 'http://host:8000/metrics'. Raises UsageError."""
-    parts = urlsplit(text if "://" in text else f"http://{text}")
+    wrong = UsageError(f"not an engine's address: {text!r}", hint="write HOST:PORT or http://HOST:PORT/metrics")
+    # A request line takes ASCII without blanks; what else there is in a path is written %C3%BC.
+    if not all("!" <= char <= "~" for char in text):
+        raise wrong
     try:
-        port = parts.port or 80
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        port = 80 if parts.port is None else parts.port
     except ValueError:
-        port = 0
-    if parts.scheme != "http" or not parts.hostname or not port:
-        raise UsageError(f"not an engine's address: {text!r}", hint="write HOST:PORT or http://HOST:PORT/metrics")
-    return f"{parts.hostname}:{port}{parts.path or '/metrics'}"
+        raise wrong from None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.username is not None:
+        raise wrong
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{port}{parts.path or '/metrics'}{f'?{parts.query}' if parts.query else ''}"
 
 
 def parse(text: str, url: str) -> Engine:
@@ -89,20 +94,32 @@ def _label(labels: str, name: str) -> str:
     return rest.partition('"')[0] if found else ""
 
 
+_SAID: dict[type[BaseException], str] = {
+    TimeoutError: f"nothing within {TIMEOUT_S:g} s",
+    http.client.RemoteDisconnected: "it hung up",
+    http.client.IncompleteRead: "it hung up in the middle",
+    http.client.BadStatusLine: "what is there does not speak HTTP",
+}
+
+
 def fetch(url: str) -> Engine:
     """Ask one engine. Never raises."""
     host, _, path = url.partition("/")
-    connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
+    connection = None
     try:
+        connection = http.client.HTTPConnection(host, timeout=TIMEOUT_S)
         connection.request("GET", f"/{path}")
         answer = connection.getresponse()
         if answer.status != 200:
             return Engine(url=url, problem=f"answers HTTP {answer.status}")
         return parse(answer.read(MAX_BYTES).decode(errors="replace"), url)
     except (OSError, http.client.HTTPException) as error:
-        return Engine(url=url, problem=f"no answer ({getattr(error, 'strerror', None) or type(error).__name__})")
+        return Engine(url=url, problem=f"no answer ({getattr(error, 'strerror', None) or _SAID.get(type(error), str(error))})")
+    except Exception as error:  # noqa: BLE001 - the thread's edge: whatever an address or a page brings about, the engine's line says it
+        return Engine(url=url, problem=f"cannot be read ({str(error) or type(error).__name__})")
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
 
 
 class Engines:

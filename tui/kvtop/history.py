@@ -57,6 +57,8 @@ class History:
         self._rings: dict[str, Ring] = {}
         self._counters: dict[str, tuple[float, float]] = {}
         self._seen: dict[str, int] = {}
+        self._times: dict[str, Ring] = {}
+        """When the points of a series were read, for those that are drawn with a time beside them."""
         self._tick = 0
         self.times = Ring()
 
@@ -66,6 +68,7 @@ class History:
         self.times.push(snapshot.time_s)
         for segment in snapshot.segments:
             self._keep(f"segment/{segment.name}/used", segment.used_bytes)
+            self._times.setdefault(f"segment/{segment.name}/used", Ring()).push(snapshot.time_s)
             self._keep(f"segment/{segment.name}/held", segment.held_bytes)
             self._keep(f"segment/{segment.name}/limit", segment.limit_bytes)
         for gpu in snapshot.gpus:
@@ -113,12 +116,19 @@ class History:
         for key in old:
             self._seen.pop(key, None)
             self._rings.pop(key, None)
+            self._times.pop(key, None)
             self._counters.pop(key, None)
 
     def points(self, key: str, count: int = POINTS) -> list[float]:
         """The newest `count` points, oldest first: values of a gauge, rates of a counter. Empty when unknown."""
         ring = self._rings.get(key)
         return ring.last(count) if ring is not None else []
+
+    def covered_s(self, key: str, count: int) -> float:
+        """Seconds from the oldest to the newest of the last `count` points of a used-series, however far apart they were read."""
+        ring = self._times.get(key)
+        times = ring.last(count) if ring is not None else []
+        return max(0.0, times[-1] - times[0]) if times else 0.0
 
     def rate(self, key: str, span: int = SMOOTH) -> float | None:
         """Mean of the last `span` rates of a counter; None before the second reading."""

@@ -33,7 +33,7 @@ class Reader:
         interval_s: float = 1.0,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.interval_s = interval_s
+        self._interval_s = interval_s
         self._source = source
         self._deliver = deliver
         self._mono = mono
@@ -68,7 +68,19 @@ class Reader:
 
     @paused.setter
     def paused(self, value: bool) -> None:
+        if self._paused and not value:
+            self._kicked = True  # go on with a reading at once
         self._paused = value
+        self._wake.set()
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between readings; a new value counts from the last reading, and is none itself."""
+        return self._interval_s
+
+    @interval_s.setter
+    def interval_s(self, value: float) -> None:
+        self._interval_s = value
         self._wake.set()
 
     @property
@@ -78,15 +90,15 @@ class Reader:
         return self._mono() - begun if begun else 0.0
 
     def _run(self) -> None:
-        due = self._mono()
+        last = self._mono() - self._interval_s
         while not self._stopped:
-            if self._kicked or not self._paused:
+            if self._kicked or (not self._paused and self._mono() >= last + self._interval_s):
+                last = self._mono() if self._kicked else last + self._interval_s
                 self._kicked = False
                 self._once()
-            due = max(due + self.interval_s, self._mono())
-            if self._wake.wait(None if self._paused else due - self._mono()):
+                last = max(last, self._mono() - self._interval_s)
+            if self._wake.wait(None if self._paused else max(0.0, last + self._interval_s - self._mono())):
                 self._wake.clear()
-                due = self._mono()
 
     def _once(self) -> None:
         self._begun = self._mono()

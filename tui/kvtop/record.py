@@ -6,9 +6,10 @@ Why differences by leaf: a snapshot is mostly what it was a second ago, and a ge
 over one of 100 segments. Why a flush a record: a recording is what one wants after a crash, kvtop's own included.
 
 Failure cases: a disk that takes no more raises OSError out of `Writer.write`, and the next record begins a new stream, so that what
-follows can be read. `Recorder` turns that into words (head line, alert, the line at the end), counts what is lost and tries again:
-a disk that is full at night has room in the morning. Concurrency: a Writer belongs to one thread; a Recorder is called by the
-reader's thread, read and closed by another.
+follows can be read. A file that somebody removes, moves, cuts or writes into meanwhile is noticed at the next record and begun
+anew (`Writer.taken` says what happened). `Recorder` turns that into words (head line, alert, the line at the end), counts what is
+lost and tries again: a disk that is full at night has room in the morning. Concurrency: a Writer belongs to one thread; a
+Recorder is called by the reader's thread, read and closed by another.
 """
 
 import os
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -41,8 +42,20 @@ KEY, DIFFERENCE = ord("K"), ord("D")
 KEY_EVERY = 300
 _MILLI = 1000
 
+TAKEN_S = 60.0
+"""How long an alert says that a recording had to be begun anew."""
+
 RETRY_S = 5.0
 """How long a Recorder leaves a disk alone that did not take the last reading."""
+
+
+class Taken(NamedTuple):
+    """What somebody did to a file while it was recorded to."""
+
+    what: str
+    """'removed', for '... was removed'."""
+    lost: int
+    """Readings that went with it, at least."""
 
 
 class Writer:
@@ -52,6 +65,9 @@ class Writer:
         self.path = path
         self.max_bytes = max_bytes
         self.written = 0
+        self.taken: Taken | None = None
+        """What the last `write` found that somebody had done to the file; None when nothing."""
+        self._here = 0
         self._fd = -1
         self._size = 0
         self._since_key = KEY_EVERY
@@ -80,6 +96,7 @@ class Writer:
             except TimedOut:
                 raise TimedOut(f"{_holder(self._fd)} records to {self.path} already", hint="name another file") from None
             self._size = os.fstat(self._fd).st_size
+            self._here = 0
             if self._size == 0:
                 self._write(FILE_HEADER.pack(MAGIC, VERSION, 0, 0))
             elif os.pread(self._fd, len(MAGIC), 0) != MAGIC:
@@ -104,7 +121,10 @@ class Writer:
     def write(self, snapshot: Snapshot) -> None:
         """Append one snapshot. Raises OSError or KvError when the file cannot take it; a later call may succeed again."""
         tree = msgspec.to_builtins(snapshot)
+        self.taken = None
         try:
+            if self._fd >= 0:
+                self._look_after()
             if self._fd < 0:
                 self._open()
             if self._size >= self.max_bytes // 2:
@@ -116,6 +136,31 @@ class Writer:
         except BaseException:
             self._since_key = KEY_EVERY  # what the file lacks would be missing from the stream: begin a new one
             raise
+
+    def _look_after(self) -> None:
+        """Whether the file is still the one that the last record went to."""
+        mine = os.fstat(self._fd)
+        if not stat.S_ISREG(mine.st_mode):
+            return  # a device has no length and loses no name
+        try:
+            there = os.lstat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            # With a name elsewhere (mv, logrotate) its readings can still be shown.
+            self.taken = Taken("moved away", 0) if mine.st_nlink else Taken("removed", self._here)
+            self.close()
+        elif mine.st_size < FILE_HEADER.size:
+            self.taken = Taken("emptied", self._here)
+            os.ftruncate(self._fd, 0)
+            self._size = self._here = 0
+            self._write(FILE_HEADER.pack(MAGIC, VERSION, 0, 0))
+            self._since_key = KEY_EVERY
+        elif mine.st_size != self._size:
+            cut = mine.st_size < self._size
+            self.taken = Taken("cut", 1) if cut else Taken("written into by somebody else", 0)
+            self._size = mine.st_size
+            self._since_key = KEY_EVERY
 
     def _take(self, tree: Any, time_s: float) -> None:
         names: list[str] = []
@@ -135,6 +180,7 @@ class Writer:
         check = zlib.crc32(payload, zlib.crc32(struct.pack("<Bd", kind, time_s)))
         self._write(RECORD.pack(len(payload), check, kind, time_s) + payload)
         self.written += 1
+        self._here += 1
 
     def _write(self, data: bytes) -> None:
         # One write a record, as far as the disk has room: a kill cannot leave two torn ones.
@@ -186,6 +232,10 @@ class Recorder:
         self._since_s = 0.0
         self._missed = 0
         self._reason = ""
+        self._taken = ""
+        self._taken_until = 0.0
+        self.notes: list[str] = []
+        """What happened to the file, a line each, for who looks at no screen."""
 
     def __call__(self, snapshot: Snapshot) -> None:
         with self._lock:
@@ -199,10 +249,24 @@ class Recorder:
                 self._writer.write(snapshot)
                 self.problem = ""
                 self._missed = 0
+                if (taken := self._writer.taken) is not None:
+                    self._tell(taken, snapshot.time_s)
             except Exception as error:  # noqa: BLE001 - the reading's edge: whatever it is, it is told, and the next one is tried
                 self.problem = self._reason = _why(error)
                 self._again = self._mono() + RETRY_S
                 self._miss(snapshot.time_s)
+                if (taken := self._writer.taken) is not None:
+                    self._tell(taken, snapshot.time_s)
+
+    def _tell(self, taken: Taken, time_s: float) -> None:
+        many = f", {taken.lost} reading{'s' * (taken.lost != 1)} went with it" if taken.lost else ""
+        self._taken = f"{self._writer.path} was {taken.what} at {_clock(time_s)}{many}; recorded anew since then"
+        self._taken_until = self._mono() + TAKEN_S
+        self.notes.append(self._taken)
+        if taken.lost:
+            self.lost += taken.lost
+            self._first_lost_s = self._first_lost_s or time_s
+            self._reason = f"it was {taken.what} while it was recorded to"
 
     def _miss(self, time_s: float) -> None:
         self._first_lost_s = self._first_lost_s or time_s
@@ -217,7 +281,7 @@ class Recorder:
     def alerts(self) -> list[Alert]:
         """What the dashboard has to say while nothing is recorded."""
         if not self.problem:
-            return []
+            return [Alert(WARN, "recording", self._taken)] if self._mono() < self._taken_until else []
         many = f"{self._missed} reading{'s' * (self._missed != 1)}"
         return [Alert(WARN, "recording", f"nothing recorded since {_clock(self._since_s)} ({many}): {self.problem}")]
 

@@ -49,6 +49,7 @@ class Wanted:
     wait: bool
     record: Path | None
     record_max: str
+    size: str
     replay: Path | None
     at: str
     settings: Resolved
@@ -61,6 +62,17 @@ class Wanted:
         """Raises UsageError for options that contradict each other."""
         if self.record and self.replay:
             raise UsageError("--record and --replay do not go together", hint="a recording is copied with cp")
+        if self.get("metrics"):
+            from kvtop.engines import check_url
+
+            for address in self.get("metrics"):
+                check_url(address)
+        if self.get("keys"):
+            from kvtop.keys import remap
+
+            remap(self.get("keys"))
+        record_bytes(self.record_max)
+        size_of(self.size)
 
     def view(self) -> "View":
         from kvtop.views import VIEWS
@@ -176,12 +188,25 @@ def _say_damage(player: "Player | None") -> Exit:
     return Exit.FAILED
 
 
-def picture(wanted: Wanted, path: Path, size: str) -> int:
+def record_bytes(text: str) -> int:
+    """`--record-max` in bytes. Raises UsageError."""
+    limit = parse_size(text)
+    if limit < MIN_RECORD_BYTES:
+        raise UsageError(f"--record-max is too small: {text}", hint="at least 1M, which is an hour of 20 segments")
+    return limit
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Columns and rows of `--size`. Raises UsageError."""
+    found = _SIZE.fullmatch(text)
+    if not found or not all(int(number) for number in found.groups()):
+        raise UsageError(f"not a size of a screen: {text!r}", hint="write COLUMNSxROWS, such as 120x36")
+    return int(found[1]), int(found[2])
+
+
+def picture(wanted: Wanted, path: Path) -> int:
     """`--export-svg`: the dashboard as it looks after the newest reading."""
     wanted.check()
-    found = _SIZE.fullmatch(size)
-    if not found or not all(int(number) for number in found.groups()):
-        raise UsageError(f"not a size of a screen: {size!r}", hint="write COLUMNSxROWS, such as 120x36")
     options, player = _options(wanted, colors=True)
     from kvtop.screens.dashboard import Dashboard
 
@@ -192,12 +217,30 @@ def picture(wanted: Wanted, path: Path, size: str) -> int:
     else:
         _say_lost(_read_once(wanted, model)[1])
     app = Dashboard(model, player or _source(wanted), options, start_reader=False)
-    svg = app.picture((int(found[1]), int(found[2])))
+    svg = app.picture(size_of(wanted.size))
     try:
-        path.write_text(svg, encoding="utf-8", errors="backslashreplace")
+        _write_whole(path, svg)
     except OSError as error:
         raise KvError(f"cannot write {path}: {error.strerror}") from None
     return _say_damage(player)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """The whole text or what was there before: a full disk must not cost the picture of yesterday. Raises OSError."""
+    data = text.encode(errors="backslashreplace")
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)  # a pipe, a device
+        return
+    there = path.resolve()  # what a link means is replaced, not the link
+    made = there.with_name(f".{there.name}.{os.getpid()}")
+    try:
+        made.write_bytes(data)
+        if there.exists():
+            made.chmod(there.stat().st_mode & 0o777)
+        made.replace(there)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
 
 
 # --- parts -------------------------------------------------------------------------------------------------------------
@@ -212,8 +255,26 @@ def _model(wanted: Wanted) -> Model:
 
 
 def _speaks_unicode() -> bool:
-    """Whether stdout can carry the block characters; a POSIX locale cannot."""
+    """Whether the terminal shows the block characters, by the locale, and stdout can carry them.
+
+    Not by stdout alone: where the locale is C, Python writes UTF-8 all the same, and the terminal there does not read it.
+    """
+    if _locale().partition(".")[0].partition("@")[0] in ("C", "POSIX") and "utf" not in _locale().lower():
+        return False
     return (sys.stdout.encoding or "ascii").lower().replace("-", "") in ("utf8", "utf16", "utf32", "gb18030")
+
+
+def _locale() -> str:
+    """The locale of characters as it was given to us; empty where nobody said one."""
+    given = {name: os.environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG")}
+    if given["LC_CTYPE"] in ("C.UTF-8", "C.utf8", "UTF-8"):
+        # Python puts this there itself where the locale is C. What was there before is only in /proc.
+        try:
+            words = Path("/proc/self/environ").read_bytes().split(b"\0")
+        except OSError:
+            words = [b"LC_CTYPE=C.UTF-8"]
+        given["LC_CTYPE"] = next((os.fsdecode(word[9:]) for word in words if word.startswith(b"LC_CTYPE=")), "")
+    return given["LC_ALL"] or given["LC_CTYPE"] or given["LANG"]
 
 
 def _source(wanted: Wanted) -> "Readable":
@@ -234,11 +295,8 @@ def _recorder(wanted: Wanted) -> "Recorder | None":
         return None
     from kvtop.record import Recorder, Writer
 
-    limit = parse_size(wanted.record_max)
-    if limit < MIN_RECORD_BYTES:
-        raise UsageError(f"--record-max is too small: {wanted.record_max}", hint="at least 1M, which is an hour of 20 segments")
     try:
-        return Recorder(Writer(wanted.record, max_bytes=limit))
+        return Recorder(Writer(wanted.record, max_bytes=record_bytes(wanted.record_max)))
     except OSError as error:
         raise KvError(f"cannot record to {wanted.record}: {error.strerror}") from None
 
@@ -318,6 +376,8 @@ def _record_only(model: Model, source: Readable, recorder: "Recorder") -> int:
     def deliver(snapshot: Snapshot | None, problem: str) -> None:
         if snapshot is not None:
             recorder(snapshot)
+            while recorder.notes:
+                note(f"kvtop: warning: {printable(recorder.notes.pop(0))}")
         elif problem not in told:
             told.add(problem)
             note(f"kvtop: warning: a reading failed: {printable(problem)}")

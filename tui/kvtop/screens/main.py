@@ -274,7 +274,6 @@ class MainScreen(Jobs, inherit_bindings=False):
     def _set_interval_s(self, seconds: float) -> None:
         self.model.interval_s = min(max(seconds, MIN_INTERVAL_S), MAX_INTERVAL_S)
         self.reader.interval_s = self.model.interval_s
-        self.reader.kick()
         self.draw()
 
     def action_theme(self) -> None:

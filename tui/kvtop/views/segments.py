@@ -103,8 +103,9 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
     limits = _limits(segment, model)
     graph_rows = min(16, height - len(lines) - 1 - min(len(limits), 4))
     if graph_rows >= 2:
-        lines.append(span(f"used, {_window(model, width)}", "dim"))
-        values = model.history.points(f"segment/{segment.name}/used", width)
+        key = f"segment/{segment.name}/used"
+        values = model.history.points(key, width)
+        lines.append(span(f"used, last {format_duration(model.history.covered_s(key, width))}", "dim"))
         lines += graph(values, width, graph_rows, model.glyphs, top=max(segment.limit_bytes, *values, 1.0))
     return Detail(safe(segment.name), segment.owner, lines + limits)
 
@@ -156,11 +157,6 @@ def _limits(segment: Segment, model: Model) -> list[Line]:
              Span(f"{safe(why)}  by {safe(note.by)}, {ago} ago", "dim"))
         )  # fmt: skip
     return out
-
-
-def _window(model: Model, width: int) -> str:
-    seconds = min(width, max(1, len(model.history.times))) * model.interval_s
-    return f"last {format_duration(seconds)}"
 
 
 def segment_view(view_id: str, title: str, above: object = nothing, pane: int = 0, *, spare: bool = False) -> View:
