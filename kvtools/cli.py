@@ -103,6 +103,29 @@ def new_app(help: str, *, callback: bool = True, **options: Any) -> typer.Typer:
     return app
 
 
+def refuse_options_before(context: Context) -> None:
+    """For the callback of a group that is a command by itself, too: its options mean nothing to the sub-command that follows.
+
+    Raises KvError where one was given: what looks obeyed and is not would be about another host, or another file.
+    """
+    from kvtools.errors import UsageError as Refused
+
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name in ("debug", "version") or source is None or source.name != "COMMANDLINE":
+            continue
+        below, option = context.invoked_subcommand or "", max(param.opts, key=len)
+        group = context.command
+        command = group.get_command(context, below) if isinstance(group, TyperGroup) else None
+        known = command is not None and any(option in mine.opts for mine in command.params)
+        hint = (
+            f"it belongs after it: {context.command_path} {below} {option}"
+            if known
+            else f"{below} has no such option: leave it out"
+        )
+        raise Refused(f"{option} before {below} is not passed on to it", hint=f"{hint} ({context.command_path} {below} --help)")
+
+
 class Finite(FloatRange):
     """A number option's type: what lies in its range. `nan` compares false with both ends of one, so it needs asking for.
 

@@ -112,7 +112,7 @@ def collect_capture(
     )
     facts = in_time(lambda: collect(source, paths=paths, case=case), limit, lambda: source.looking_at)
     facts.redacted = shape.mapping(case.get("captured")).get("redacted") is True
-    facts.lost = sorted(holdings.lost) if holdings.listed is not None else [] if facts.partial else ["index.json"]
+    facts.lost = sorted(holdings.lost)
     return facts
 
 

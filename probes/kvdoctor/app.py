@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from kvdoctor import api
 from kvdoctor.verdict import exit_code
-from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app
+from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app, refuse_options_before
 from kvtools.errors import UsageError
 from kvtools.exits import Exit
 from kvtools.output import emit, emit_json, note, paint, printable
@@ -25,7 +26,13 @@ ready, 1 when not ready (or with warnings under --strict), 7 when undetermined o
 PathOption = Annotated[list[str] | None, typer.Option("--path", metavar="DIR", help="A KV directory to judge; repeat for more.")]
 RootOption = Annotated[Path | None, typer.Option("--root", metavar="DIR", help="Judge the host whose / is mounted at DIR.")]
 FromOption = Annotated[Path | None, typer.Option("--from", metavar="DIR", help="Judge a capture instead of this host.")]
-DeadlineOption = Annotated[float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the whole look.")]
+DeadlineOption = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the whole run, the proof included (20; 60 with --prove)."
+    ),
+]
+LOOK_DEADLINE_S, PROVE_DEADLINE_S = 20.0, 60.0
 CaptureDeadlineOption = Annotated[
     float, typer.Option("--deadline", metavar="SECONDS", min=1, max=600, help="Bound of the look, and of the writing after it.")
 ]
@@ -50,21 +57,24 @@ def doctor(
     with_ais_check: AisCheckOption = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every check, with its evidence.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing: the exit status is the answer.")] = False,
-    deadline: DeadlineOption = 20.0,
+    deadline: DeadlineOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
     version: VersionOption = False,
 ) -> None:
     if context.invoked_subcommand is not None:
+        refuse_options_before(context)
         return
-    check_options(root, from_, prove=prove, fix=fix, json=json, deadline_s=deadline)
+    started = time.monotonic()
+    limit = deadline or (PROVE_DEADLINE_S if prove else LOOK_DEADLINE_S)
+    check_options(root, from_, prove=prove, fix=fix, json=json, quiet=quiet, deadline_s=limit)
     check_names([*(only or []), *(skip or [])])
     check_selection(only or [], skip or [])
     show_progress = not quiet and not json
     with ends_on_sigterm():
-        facts = look(path or [], root, from_, deadline_s=deadline, with_ais_check=with_ais_check, show_progress=show_progress)
+        facts = look(path or [], root, from_, deadline_s=limit, with_ais_check=with_ais_check, show_progress=show_progress)
         if prove:
-            _prove(facts, show_progress=show_progress)
+            _prove(facts, show_progress=show_progress, deadline_s=limit - (time.monotonic() - started))
     report = api.judge(facts, only=only or [], skip=skip or [])
     if json:
         emit_json("kvdoctor.report/1", report.to_json())
@@ -108,7 +118,16 @@ def ends_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: bool, json: bool, deadline_s: float) -> None:
+def check_options(
+    root: Path | None,
+    capture: Path | None,
+    *,
+    deadline_s: float,
+    prove: bool = False,
+    fix: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+) -> None:
     """Refuse options that contradict each other. Raises UsageError, and TimedOut where --root does not answer."""
     if root is not None and capture is not None:
         raise UsageError("--root and --from exclude each other", hint="--root is a mounted host, --from a capture")
@@ -119,6 +138,8 @@ def check_options(root: Path | None, capture: Path | None, *, prove: bool, fix: 
         _check_root(root)
     if prove and (capture is not None or root is not None):
         raise UsageError("--prove does real I/O, which only the live host can", hint="run kvdoctor --prove --path DIR on that host")
+    if quiet and (fix or json):
+        raise UsageError(f"--quiet prints nothing, {'--fix a script' if fix else '--json a report'}", hint="give one of the two")
     if fix and json:
         raise UsageError("--fix prints a script and --json a report", hint="with --json each result carries its commands")
 
@@ -152,13 +173,13 @@ def look(
         draw.done()
 
 
-def _prove(facts: api.Facts, *, show_progress: bool) -> None:
+def _prove(facts: api.Facts, *, show_progress: bool, deadline_s: float) -> None:
     from kvdoctor.prove import prove
     from kvdoctor.report import progress
 
     draw = progress(sys.stderr)
     try:
-        prove(facts, progress=draw if show_progress else None)
+        prove(facts, progress=draw if show_progress else None, deadline_s=deadline_s)
     finally:
         draw.done()
 
@@ -243,7 +264,7 @@ def capture(
     from kvdoctor.capture import Recording, write_capture
     from kvdoctor.rules.base import quote
 
-    check_options(root, from_, prove=False, fix=False, json=False, deadline_s=deadline)
+    check_options(root, from_, deadline_s=deadline)
     recording = Recording()
     with ends_on_sigterm():
         facts = look(

@@ -295,6 +295,8 @@ class Proof:
     same: bool | None = None
     error: str = ""
     errno: int | None = None
+    given_up: bool = False
+    """It did not end within its time: nothing is proven either way."""
 
 
 @dataclass
@@ -309,6 +311,7 @@ class GpuProof:
     same: bool | None = None
     error: str = ""
     step: str = ""
+    given_up: bool = False
 
 
 @dataclass

@@ -23,7 +23,13 @@ VERDICTS = {
     "undetermined": ("UNDETERMINED", "warn"),
     "no-gpu": ("no AMD/NVIDIA GPU: GPU-direct checks skipped", "dim"),
 }
-POSIX = {"usable": ("usable", "good"), "degraded": ("degraded", "warn"), "unusable": ("UNUSABLE", "bad")}
+POSIX = {
+    "usable": ("usable", "good"),
+    "degraded": ("degraded", "warn"),
+    "unusable": ("UNUSABLE", "bad"),
+    "undetermined": ("undetermined", "warn"),
+    "not-judged": ("not judged", "dim"),
+}
 WIDTH = 14
 NARROW = 72
 """Columns below which a group's name gets no column of its own."""
@@ -64,7 +70,7 @@ def lines(report: Report, *, verbose: bool = False) -> Iterable[str]:
 def _verdicts(report: Report) -> Iterable[str]:
     text, style = VERDICTS[report.verdict]
     judged = any(item.need == "P" and item.status != "skip" for item in report.results)
-    tier, tier_style = POSIX[report.posix] if judged else ("not judged", "dim")
+    tier, tier_style = POSIX[report.posix if judged else "not-judged"]
     plain = f"GPU-direct: {text}        POSIX tier: {tier}"
     if len(plain) <= width():
         yield f"GPU-direct: {paint(text, style)}        POSIX tier: {paint(tier, tier_style)}"

@@ -46,6 +46,8 @@ class Result:
     title: str = ""
     caused_by: str = ""
     cost_ms: float = 0.0
+    blind: bool = False
+    """Its evidence is there (or was, in a capture) and could not be read, or its proof did not end."""
 
     @property
     def bad(self) -> bool:

@@ -4,6 +4,7 @@
 condemn the cache. Symptoms are grouped under the cause that explains them, so an operator mends one thing, not seven.
 """
 
+import re
 import time
 from collections.abc import Callable, Collection
 
@@ -75,10 +76,11 @@ def judge(
         for one in answer if isinstance(answer, list) else [answer]:
             _label(one, item, cost)
             _doubt(one, facts)
+            one.blind = one.blind or (one.id == "storage.selfcheck" and one.status == "unknown")
             results.append(one)
     report = Report(
         verdict=_verdict(facts, results),
-        posix=posix(results),
+        posix=posix(results, selected=len(chosen) < len(registry())),
         results=results,
         selected=len(chosen) < len(registry()),
         host=host_facts(facts),
@@ -118,17 +120,36 @@ def _label(one: Result, item: Check, cost: float) -> None:
 
 def _doubt(one: Result, facts: Facts) -> None:
     """What rests on a file that is there (or was, in the capture) and could not be read is not known, whatever it looks like."""
-    if one.status not in ("pass", "info", "warn", "fail") or not facts.denied:
+    gone = {**facts.denied, **dict.fromkeys(facts.lost, LOST)}
+    if not gone:
         return
-    blind = [item.source for item in one.evidence if item.kind == "file" and facts.denied.get(item.source) in UNREADABLE]
+    read = [item.source for item in one.evidence if item.kind == "file"] if one.status not in ("unknown", "skip") else []
+    blind = [source for source in read if gone.get(source) in UNREADABLE]
+    # A failure that was seen stands, whatever else was lost.
+    if wanted := READS.get(one.id) if one.status != "fail" else None:
+        blind += [source for source, why in gone.items() if why in UNREADABLE and re.fullmatch(wanted, source)]
     if blind:
-        why = "is gone from the capture" if facts.denied[blind[0]] == LOST else f"could not be read ({facts.denied[blind[0]]})"
-        one.status, one.confidence, one.observed = "unknown", "low", f"{blind[0]} {why}"
+        told = {LOST: "is gone from the capture", "EBADMSG": "holds nothing that is understood"}
+        why = told.get(gone[blind[0]], f"could not be read ({gone[blind[0]]})")
+        one.status, one.confidence, one.observed, one.blind = "unknown", "low", f"{blind[0]} {why}", True
         one.why, one.fix, one.commands = "", "", []
 
 
 LOST = "LOST"
-UNREADABLE = (LOST, "REDACTED", "EACCES", "EPERM", "EIO", "ETIMEDOUT", "ELOOP", "EBUSY")
+UNREADABLE = (LOST, "REDACTED", "EACCES", "EPERM", "EIO", "ETIMEDOUT", "ELOOP", "EBUSY", "EBADMSG")
+_MOUNTS, _INDEX = r"/proc/(?:self|1)/mountinfo", r"|index\.json"
+_PATH = r"cmd/(?:paths|statx)\.json"
+READS = {
+    "storage.exists": _PATH + _INDEX,
+    "storage.writable": f"{_MOUNTS}|{_PATH}{_INDEX}",
+    "storage.space": _PATH + _INDEX,
+    "storage.degraded": rf"{_MOUNTS}|/proc/mdstat|/sys/dev/block/.*|/sys/devices/.*/block/.*{_INDEX}",
+    "limits.shm": rf"cmd/(?:shm\.json|df.*\.out){_INDEX}",
+    "limits.memcg": rf"/proc/self/cgroup|/sys/fs/cgroup/.*memory\..*|cmd/processes\.json{_INDEX}",
+    "cfg.hashseed": rf"cmd/(?:engine\.log|processes\.json){_INDEX}",
+    "cfg.roots": _PATH + _INDEX,
+}
+"""What each gate of the POSIX tier reads, also where it then finds nothing to say: lost, it must not look like "all is well"."""
 
 
 def _cut(text: str) -> str:
@@ -165,10 +186,21 @@ def answered(results: list[Result]) -> bool:
     return any(item.status in ("pass", "warn", "fail") for item in about)
 
 
-def posix(results: list[Result]) -> str:
-    """The POSIX tier: unusable, degraded or usable."""
-    needed = {item.status for item in results if item.need == "P"}
-    return "unusable" if "fail" in needed else "degraded" if needed & {"warn", "unknown"} else "usable"
+def posix(results: list[Result], *, selected: bool = False) -> str:
+    """The POSIX tier: unusable, undetermined, degraded, usable, or not-judged where no selected check is about it.
+
+    A gate that is merely unknown degrades it, as a warning does; one whose evidence was lost, or whose proof did not end,
+    leaves it open.
+    """
+    needed = [item for item in results if item.need == "P" and item.status != "skip"]
+    words = {item.status for item in needed}
+    if not needed and selected:
+        return "not-judged"
+    if "fail" in words:
+        return "unusable"
+    if any(item.blind for item in needed):
+        return "undetermined"
+    return "degraded" if words & {"warn", "unknown"} else "usable"
 
 
 def link_causes(results: list[Result]) -> list[str]:
@@ -229,7 +261,12 @@ def next_step(report: Report) -> str:
 
 
 def exit_code(report: Report, *, strict: bool) -> Exit:
-    """0 ready (1 with warnings under --strict), 1 not-ready, 7 undetermined or no GPU."""
+    """0 ready (1 with warnings under --strict), 1 not-ready, 7 undetermined or no GPU; a proof that failed is 1, one given up 7."""
+    proofs = {item.status for item in report.by_id("storage.selfcheck")}
+    if "fail" in proofs:
+        return Exit.FAILED
+    if "unknown" in proofs and report.verdict != "not-ready":
+        return Exit.UNDETERMINED
     if report.verdict in ("no-gpu", "undetermined"):
         return Exit.UNDETERMINED
     if report.verdict == "not-ready":

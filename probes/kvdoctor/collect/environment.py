@@ -9,6 +9,7 @@ import re
 from kvdoctor.collect.source import Source
 from kvdoctor.facts import Environment
 from kvdoctor.parse.mounts import mount_of, parse_mountinfo
+from kvdoctor.parse.versions import decimal
 
 CAPABILITIES = {"SYS_ADMIN": 21, "SYS_RAWIO": 17, "IPC_LOCK": 14, "SYS_NICE": 23, "SYSLOG": 34, "BPF": 39}
 _CGROUP = re.compile(r"docker|kubepods|libpod|lxc|containerd")
@@ -56,7 +57,7 @@ def _container(source: Source, env: dict[str, str], markers: list[str]) -> bool:
 def _privileges(source: Source, found: Environment) -> None:
     status = source.read("/proc/self/status", 16384) or ""
     if match := re.search(r"^Uid:\s+\d+\s+(\d+)", status, re.MULTILINE):
-        found.euid = int(match[1])
+        found.euid = decimal(match[1])
     if match := re.search(r"^CapEff:\s+([0-9a-fA-F]{1,16})\s*$", status, re.MULTILINE):
         mask = int(match[1], 16)
         found.capabilities = [name for name, bit in CAPABILITIES.items() if mask >> bit & 1]

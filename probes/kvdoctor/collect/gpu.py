@@ -84,7 +84,9 @@ def _numa(source: Source, folder: str) -> int | None:
 def _p2pmem(source: Source, folder: str) -> int | None:
     if not source.is_folder(f"{folder}/p2pmem"):
         return None
-    return source.number(f"{folder}/p2pmem/size") or 0
+    size = source.number(f"{folder}/p2pmem/size")
+    # A size that is no number leaves the question open; one that is not there is the driver's own "nothing was set up".
+    return size if size is not None else None if f"{folder}/p2pmem/size" in source.denied else 0
 
 
 def read_link(source: Source, folder: str) -> Link:
@@ -121,9 +123,9 @@ def collect_kfd(source: Source) -> tuple[list[KfdNode] | None, list[str]]:
     if not names:
         return None, []
     nodes, refused = [], []
-    for name in sorted(names, key=int):
+    for name in sorted(names, key=lambda name: (len(name), name)):
         path = f"{folder}/{name}/properties"
-        node = kfd.parse_properties(source.read(path, 16384) or "", int(name))
+        node = kfd.parse_properties(source.read(path, 16384) or "", decimal(name) or 0)
         if node:
             nodes.append(node)
         elif source.denied.get(path, LOST) != LOST:

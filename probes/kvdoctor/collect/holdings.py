@@ -45,7 +45,7 @@ def open_capture(folder: str | Path) -> tuple[Path, dict[str, Any], Holdings]:
             raise UsageError(f"not a capture: {home / part} is a link out of it", hint=HINT)
     if not any(_holds_a_file(home / part) for part in ("root", "cmd")):
         raise UsageError(f"not a capture: {home} holds nothing of a host (root/ and cmd/ are empty or missing)", hint=HINT)
-    return home, case, read_holdings(home)
+    return home, case, read_holdings(home, ours=is_ours(case))
 
 
 def _holds_a_file(folder: Path) -> bool:
@@ -70,16 +70,22 @@ def read_case(home: Path) -> dict[str, Any]:
     return case
 
 
-def read_holdings(home: Path) -> Holdings:
-    """The capture's list held against what is there; a list that cannot be read counts as none."""
+def is_ours(case: dict[str, Any]) -> bool:
+    """Whether `kvdoctor capture` wrote it: then it had a list. A case made by hand says neither of these."""
+    return bool(shape.mapping(case.get("captured"))) or "complete" in case
+
+
+def read_holdings(home: Path, *, ours: bool) -> Holdings:
+    """The capture's list held against what is there. A list of one of our captures that cannot be read is itself lost."""
+    none = Holdings(lost={INDEX} if ours else set())
     try:
         with open_regular(home / INDEX, follow=False) as file:
             index = shape.mapping(json.loads(file.read(MAX_INDEX)))
     except (OSError, ValueError, RecursionError):
-        return Holdings()
-    if index.get("schema") != INDEX_SCHEMA:
-        return Holdings()
+        return none
     root, commands = shape.mapping(index.get("root")), shape.mapping(index.get("cmd"))
+    if index.get("schema") != INDEX_SCHEMA or not (root or commands):
+        return none
     found = Holdings(listed=len(root) + len(commands))
     found.lost |= {path for path, kind in root.items() if not _as_listed(f"{home}/root{path}", kind)}
     found.lost |= {f"cmd/{name}" for name, size in commands.items() if not _as_listed(f"{home}/cmd/{name}", size)}

@@ -12,6 +12,7 @@ from kvdoctor.collect.source import Source
 from kvdoctor.facts import Kernel, KernelLog, ToolRun
 from kvdoctor.parse import klog, pci
 from kvdoctor.parse.gds import gdscheck_kernel
+from kvdoctor.parse.versions import decimal
 
 SYMBOLS = (
     "kfd_ais_rw_file",
@@ -64,9 +65,10 @@ def collect_kernel(source: Source, *, symbols: bool) -> Kernel:
     _iommu(source, kernel)
     huge = source.read("/proc/meminfo", 16384) or ""
     if found := re.search(r"^HugePages_Total:\s+(\d+)", huge, re.MULTILINE):
-        kernel.hugepages_total = int(found[1])
-    if found := re.search(r"^Hugepagesize:\s+(\d+) kB", huge, re.MULTILINE):
-        kernel.hugepage_bytes = int(found[1]) << 10
+        kernel.hugepages_total = decimal(found[1])
+    found = re.search(r"^Hugepagesize:\s+(\d+) kB", huge, re.MULTILINE)
+    if found and (size := decimal(found[1])) is not None:
+        kernel.hugepage_bytes = size << 10
     if found := re.search(r"\[(\w+)\]", source.read("/sys/kernel/mm/transparent_hugepage/enabled", 256) or ""):
         kernel.thp = found[1]
     return kernel
@@ -94,7 +96,7 @@ def _cpu(source: Source, kernel: Kernel) -> None:
     if found := re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE):
         kernel.cpu_vendor = found[1]
     if found := re.search(r"^cpu family\s*:\s*(\d+)", text, re.MULTILINE):
-        kernel.cpu_family = int(found[1])
+        kernel.cpu_family = decimal(found[1])
     flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
     kernel.hypervisor = bool(flags) and "hypervisor" in (flags[1].split() if flags else [])
     for bdf in source.names(DEVICES):

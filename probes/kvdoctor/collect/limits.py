@@ -4,10 +4,11 @@ import os
 import re
 from typing import Any
 
-from kvdoctor.collect.source import Source
+from kvdoctor.collect.source import NOT_UNDERSTOOD, Source
 from kvdoctor.facts import Limits
 from kvdoctor.parse import shape
 from kvdoctor.parse.mounts import mount_of, mount_size, parse_df_shm, parse_mountinfo
+from kvdoctor.parse.versions import decimal
 
 SHM = "/dev/shm"  # noqa: S108 - the folder that is judged
 NO_LIMIT = 1 << 62
@@ -90,7 +91,10 @@ def _memory(source: Source, found: Limits, group: str) -> None:
         limit = source.word(f"{folder}/memory.max")
         if limit is None:
             continue
-        value = int(limit) if limit.isdecimal() else NO_LIMIT
+        value = NO_LIMIT if limit == "max" else decimal(limit)
+        if value is None:
+            source.denied[f"{folder}/memory.max"] = NOT_UNDERSTOOD
+            continue
         if tightest is None or value < tightest:
             tightest, found.memory_group = value, folder
     if tightest is None and source.is_folder("/sys/fs/cgroup"):

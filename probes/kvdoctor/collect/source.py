@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, Protocol
 
 from kvdoctor.collect import tools
 from kvdoctor.facts import ToolRun
+from kvdoctor.parse.versions import decimal
 from kvtools.segments.files import SHM
 
 MAX_READ = 4 << 20
@@ -45,8 +46,11 @@ RESOLVE_S = 2.0
 NOWHERE = "/.no-such-file"
 """What a path stands for that cannot be: links in a circle, or a name no file can have. Never the link itself: opening that
 would follow it out of a capture's root."""
+MOUNTS = "/proc/self/mountinfo"
 LOST = "LOST"
 """Why a path of `denied` could not be read: its capture once held it."""
+NOT_UNDERSTOOD = "EBADMSG"
+"""The same of a file that holds no such thing as it should."""
 SELF = ("/proc/self", "/proc/thread-self")
 """Links that mean this process: kept as they are written, so that a capture can be read by another."""
 
@@ -212,12 +216,12 @@ class Source:
         return None if data is None else data.split("\n", 1)[0].strip()
 
     def number(self, path: str) -> int | None:
-        """A decimal or 0x number in a file, or None."""
+        """A decimal or 0x number in a file, or None; one that holds something else counts as not readable."""
         text = self.word(path)
-        try:
-            return None if text is None else int(text, 0)
-        except ValueError:
-            return None
+        value = None if text is None else decimal(text)
+        if text and value is None:
+            self.denied[path] = NOT_UNDERSTOOD
+        return value
 
     def matching(self, path: str, needles: Iterable[str]) -> list[str] | None:
         """Lines of a (possibly gzip'ed) file that hold one of `needles`; None where it cannot be read or is empty.
@@ -339,7 +343,7 @@ class Source:
     def mount_table(self) -> str:
         """mountinfo of the host: below a foreign root that of its first process, because "self" is still this one."""
         text = self.read("/proc/1/mountinfo") if self.live and self.root else None
-        return text or self.read("/proc/self/mountinfo") or ""
+        return text or self.read(MOUNTS) or ""
 
     # Commands and system calls
 
@@ -391,12 +395,15 @@ class Source:
     def _command_file(self, name: str) -> str | None:
         assert self.commands is not None
         if f"cmd/{name}" in self.lost:
+            self.denied[f"cmd/{name}"] = LOST
             return None
         try:
             # A link in somebody else's capture may point at a file of this machine.
             with open_regular(self.commands / name, follow=False) as file:
                 return file.read(MAX_READ).decode("utf-8", "replace")
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EIO):
+                self.denied[f"cmd/{name}"] = errno.errorcode[error.errno]
             return None
 
     def captured(self, name: str) -> str | None:

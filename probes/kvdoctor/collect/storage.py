@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvdoctor.collect.gpu import DEVICES, read_link
-from kvdoctor.collect.source import Source
+from kvdoctor.collect.source import MOUNTS, NOT_UNDERSTOOD, Source
 from kvdoctor.facts import Block, DirectIo, KvPath, Mount
 from kvdoctor.parse import pci, shape
 from kvdoctor.parse.mounts import mount_of, parse_mountinfo
@@ -35,7 +35,10 @@ def start_probe(source: Source, paths: list[str], *, write: bool) -> None:
 
 def collect_paths(source: Source, paths: list[tuple[str, str]], want: dict[str, int | None] | None = None) -> list[KvPath]:
     """Facts of each (path, where it comes from); `want` is how many bytes a path is to hold."""
-    mounts = parse_mountinfo(source.mount_table())
+    table = source.mount_table()
+    mounts = parse_mountinfo(table)
+    if table and not mounts:
+        source.denied[MOUNTS] = NOT_UNDERSTOOD
     probed = _probed(source, [path for path, _ in paths])
     found = []
     for path, origin in paths:

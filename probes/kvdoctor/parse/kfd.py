@@ -3,6 +3,7 @@
 import re
 
 from kvdoctor.facts import KfdNode
+from kvdoctor.parse.versions import decimal
 
 
 def parse_properties(text: str, node: int) -> KfdNode | None:
@@ -10,8 +11,8 @@ def parse_properties(text: str, node: int) -> KfdNode | None:
     values: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split()
-        if len(words) == 2 and words[1].isdecimal():
-            values[words[0]] = int(words[1])
+        if len(words) == 2 and (value := decimal(words[1])) is not None:
+            values[words[0]] = value
     if not values:
         return None
     return KfdNode(

@@ -2,6 +2,8 @@
 
 import re
 
+MAX_DIGITS = 20
+"""Of the largest 64-bit number."""
 _NUMBERS = re.compile(r"\s*v?(\d+(?:\.\d+)*)", re.ASCII)
 
 
@@ -24,7 +26,9 @@ def at_least(text: str, minimum: tuple[int, ...]) -> bool | None:
 
 
 def decimal(text: str) -> int | None:
-    """A plain or 0x-prefixed integer, or None."""
+    """A plain or 0x-prefixed integer of a host's file, or None: also for one longer than any number a kernel writes."""
+    if len(text) > MAX_DIGITS + 8 or sum(map(str.isalnum, text)) > MAX_DIGITS:
+        return None
     try:
         return int(text.strip(), 0)
     except ValueError:

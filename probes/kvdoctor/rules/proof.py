@@ -4,7 +4,7 @@ import errno
 
 from kvdoctor.facts import Facts, KvPath
 from kvdoctor.results import Result, command_evidence
-from kvdoctor.rules.base import check, each_path, no_gpu, result, skip
+from kvdoctor.rules.base import check, each_path, no_gpu, result, skip, unknown
 from kvtools.errors import hint_for
 from kvtools.units import format_rate, format_size
 
@@ -17,10 +17,13 @@ ADVICE = {
     errno.EOPNOTSUPP: "This file system does not take what was asked of it: see storage.odirect and storage.fs.",
 }
 """What to do about an error of the proof, besides what its number says of itself (`kvtools.errors.hint_for`)."""
+GIVEN_UP = (
+    "Give it more time (--deadline). If that does not help, the kernel log says what the file system or its device waits for."
+)
 NOT_RUN = "not run: --prove does real I/O below the path"
 
 
-@check("storage.selfcheck", "i", "Real I/O")
+@check("storage.selfcheck", "P", "Real I/O")
 def selfcheck(facts: Facts) -> list[Result]:
     """A direct write, an fsync and a direct read of the same bytes, with four threads; only with --prove."""
 
@@ -28,6 +31,8 @@ def selfcheck(facts: Facts) -> list[Result]:
         proof = path.proof
         if proof is None:
             return skip(NOT_RUN)
+        if proof.given_up:
+            return unknown(proof.error, fix=GIVEN_UP)
         if proof.error:
             if advice := hint_for(OSError(proof.errno or 0, ""), ADVICE.get(proof.errno or 0, "")):
                 return result("fail", proof.error, fix=advice[:1].upper() + advice[1:].removesuffix(".") + ".")
@@ -57,6 +62,8 @@ def direct(facts: Facts) -> Result | list[Result]:
         if proof is None:
             return skip(NOT_RUN)
         evidence = [command_evidence(f"{proof.library}, strict mode", proof.error or f"{proof.bytes} bytes each way")]
+        if proof.given_up:
+            return unknown(proof.error, fix=GIVEN_UP, evidence=evidence)
         if proof.step == "load":
             return skip(f"{proof.library} is not here: {proof.error}")
         if proof.error:

@@ -1,6 +1,7 @@
 """Each KV path: is it there, writable and roomy, on which file system, in which journal mode, with which NFS options?"""
 
 from kvdoctor.facts import Facts, KvPath
+from kvdoctor.parse.versions import decimal
 from kvdoctor.results import Result, file_evidence
 from kvdoctor.rules.base import absent, check, direct_only, each_path, has_amd, missing, other_host, quote, result, skip, unknown
 from kvtools.units import format_size
@@ -205,10 +206,10 @@ def nfs(facts: Facts) -> list[Result]:
             facts.kernel.symbols
         ):
             words.append("RDMA, but this driver does not take NFS (amdgpu-dkms 31.40 or later does)")
-        connections = int(options["nconnect"]) if options.get("nconnect", "").isdecimal() else 1
+        connections = decimal(options.get("nconnect", "")) or 1
         if connections < 16:
             words.append(f"nconnect={connections}: 16 or more are wanted")
-        sizes = [int(options[name]) for name in ("rsize", "wsize") if options.get(name, "").isdecimal()]
+        sizes = [size for name in ("rsize", "wsize") if (size := decimal(options.get(name, ""))) is not None]
         if sizes and min(sizes) < 4 << 20 and not words:
             words.append(f"transfers of {format_size(min(sizes))} split larger chunks")
         if words:
