@@ -1,5 +1,6 @@
 """The command's edges: options that cannot be meant, locales, addresses that do not answer, pictures that cannot be written."""
 
+import asyncio
 import os
 import re
 import socket
@@ -12,9 +13,15 @@ from pathlib import Path
 import pytest
 
 from kvtools.segments import pool
+from kvtop.columns import Order, fit_columns
 from kvtop.engines import fetch
 from kvtop.model import Model
+from kvtop.once import document, once_lines
+from kvtop.query import Filter
+from kvtop.record import Writer
 from kvtop.snapshot import Engine
+from kvtop.text import ASCII, plain
+from kvtop.views import VIEWS
 from tests.kvtop import scenes
 from tests.kvtop.scenes import GIB
 from tests.support.processes import Ran
@@ -86,3 +93,54 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(cli: Cli, shm: Path
     assert ran.stderr.startswith(f"kvtop: error: cannot write {picture}: File too large")
     assert picture.read_text() == "the old one"
     assert os.listdir(folder) == ["a.svg"]
+
+
+@pytest.mark.real("segments")
+def test_a_replay_shows_the_named_segments_only(cli: Cli, tmp_path: Path) -> None:
+    with Writer(tmp_path / "r") as writer:
+        writer.write(scenes.host(0, segments=5))
+    first, second = (segment.name for segment in scenes.host(0, segments=5).segments[:2])
+    ran = cli("kvtop", "--once", "--json", "--replay", tmp_path / "r", first)
+    assert [segment["ipc"] for segment in ran.json()["segments"]] == [first]
+    ran = cli("kvtop", "--once", "--replay", tmp_path / "r", first, "nobody")
+    assert ran.rc == 3
+    assert second not in ran.stdout
+
+
+def test_memory_held_with_a_limit_of_zero_is_over_the_limit_and_first() -> None:
+    none, full = scenes.segment("none", limit_bytes=0, used_bytes=1, prealloc_bytes=0), scenes.segment("full", used_bytes=99 << 40)
+    model = Model(glyphs=ASCII)
+    model.take(scenes.change(scenes.host(0), segments=(full, none)))
+    lines = [plain(line) for line in once_lines(model, VIEWS["segments"], 100, Filter(), Order("share"))]
+    assert re.match("none .*>over", lines[2])
+    assert any("none" in line and "memory with a limit of 0" in line for line in map(str, model.alerts))
+    assert document(model)["segments"][1]["held_percent"] is None  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24)])
+def test_every_reason_can_be_read_on_a_small_screen(width: int, height: int) -> None:
+    segments = tuple(scenes.segment(f"engine-with-a-long-name-{number}", owner="stale") for number in range(20))
+    model = Model(glyphs=ASCII)
+    model.take(scenes.change(scenes.host(0), segments=segments))
+    app = scenes.dashboard(model)
+    text = scenes.drive(app, size=(width, height))
+    assert any("WARN" in row and "engine-with-a-long-name" in row for row in text[1:]), "the worst of them, beside the table"
+    shown: set[str] = set()
+    app = scenes.dashboard(model)
+
+    async def read() -> None:
+        async with app.run_test(size=(width, height)) as pilot:
+            await pilot.press("a")
+            for _ in range(40):
+                await pilot.pause()
+                shown.update(re.findall("engine-with-a-long-name-[0-9]+", " ".join(scenes.grid_text(app))))
+                await pilot.press("pagedown")
+
+    asyncio.run(read())
+    assert len(shown) == 20
+
+
+def test_events_keep_level_and_text_on_a_small_screen() -> None:
+    kept = [column.id for column, _ in fit_columns(VIEWS["events"].columns, 40)]
+    assert {"level", "subject", "text"} <= set(kept)
+    assert "holds" in [column.id for column, _ in fit_columns(VIEWS["processes"].columns, 40)]

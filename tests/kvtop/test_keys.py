@@ -16,7 +16,7 @@ from kvtop.record import Writer
 from kvtop.replay import Player
 from kvtop.screens.changes import DeleteDialog, LimitDialog
 from kvtop.screens.dashboard import Dashboard
-from kvtop.screens.dialogs import Help, Menu, Palette, help_lines
+from kvtop.screens.dialogs import AlertList, Help, Menu, Palette, help_lines
 from kvtop.screens.main import MainScreen
 from kvtop.text import plain
 from kvtop.views import VIEWS as VIEW_TABLE
@@ -40,6 +40,7 @@ PROOFS: dict[str, tuple[Check, Check]] = {
     "refresh": (lambda m: None, lambda m: m.reader._kicked),
     "faster": (lambda m: None, lambda m: m.model.interval_s == 0.5),
     "slower": (lambda m: None, lambda m: m.model.interval_s == 2.0),
+    "alerts": (lambda m: None, _dialog(AlertList)),
     "write": (lambda m: None, lambda m: len(list(m.options.write_dir.glob("kvtop-*"))) == 3),
     "theme": (lambda m: None, lambda m: m.app.theme == list(PALETTES)[1]),
     "back": (lambda m: m.model.tags.add("qwen-32b"), lambda m: not m.model.tags),

@@ -1,11 +1,17 @@
 """The filter understands what people type, and never fails on what they are still typing."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtools.errors import UsageError
+from kvtop.columns import names_of
 from kvtop.query import check_filter, parse_filter
+from kvtop.views import VIEWS
+
+MAN = Path(__file__).resolve().parents[2] / "man" / "man1" / "kvtop.1"
 
 COLUMNS = frozenset({"name", "state", "used", "share", "model"})
 ROW = {"name": "vllm_A", "state": "live", "used": 3 << 30, "share": 81.5, "model": "meta/llama", "pid": None}
@@ -86,7 +92,25 @@ def test_what_nobody_can_mean_is_said(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "llama", "model:a=b", "used>80%", "limit:x", "tier=disk0", "!used<4GiB", "a b | !c", "http://x"]
+    "text", ["", "llama", "model:a=b", "used>80%", "name:x", "12:03", "tier=disk0", "!used<4GiB", "a b | !c", "http://x"]
 )
 def test_what_can_be_meant_is_no_error(text: str) -> None:
     assert check_filter(text, ["name", "used", "model"]).problem == ""
+
+
+def test_a_column_is_called_by_its_heading_too_and_one_that_is_not_there_is_said() -> None:
+    names = names_of(VIEWS["segments"].columns)
+    row = {"name": "a", "state": "live", "share": 50.0}
+    for text in ("owner:live", "segment:a", "HELD>40", "state:live"):
+        assert check_filter(text, names).matches(row), text
+    assert not check_filter("owner:stale", names).matches(row)
+    with pytest.raises(UsageError, match="no column 'nope' here; columns: name, state, "):
+        check_filter("nope:x", names)
+    for text in ("12:03", "http://h:8000"):
+        assert check_filter(text, names).problem == "", text
+
+
+def test_every_column_is_in_the_man_page() -> None:
+    text = MAN.read_text()
+    for view in VIEWS.values():
+        assert f".It Ic {view.id}\n{', '.join(column.id for column in view.columns)}.\n" in text, view.id

@@ -12,6 +12,7 @@ switched off (`--alert`, configuration):
 The health word is OK, WARN or CRIT, or EMPTY where there is nothing to watch. `--once --check` turns it into an exit status. Pure.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ from kvtop.snapshot import DEAD, GONE, SILENT, STALE, Snapshot
 
 WARN, CRIT = "warn", "crit"
 OK, WARNING, CRITICAL, EMPTY = "OK", "WARN", "CRIT", "EMPTY"
+
+FRESH = 300
+"""Readings for which corruption that was found is news (five minutes); after that it is a number to ask about."""
 
 _RULE = re.compile(r"(rate\()?([a-z_][a-z0-9_.]*)\)?\s*(>=|<=|!=|=|>|<)\s*([^:]+)(?::(warn|crit))?", re.IGNORECASE)
 
@@ -163,7 +167,7 @@ def _corruption(daemon: Daemon, history: History) -> Iterator[Alert]:
     total = daemon.get("corruptions_total")
     if total <= 0:
         return
-    fresh = any(rate > 0 for rate in history.points(daemon.key("corruptions_total")))
+    fresh = any(rate > 0 for rate in history.points(daemon.key("corruptions_total"), FRESH))
     text = f"{total:,.0f} corrupt values found" + (", some just now" if fresh else " since it started") + " (each was a miss)"
     yield Alert(CRIT if fresh else WARN, daemon.name, text)
 
@@ -181,7 +185,7 @@ def _broken_rules(snapshot: Snapshot, daemons: Sequence[Daemon], history: Histor
 def _sentence(rule: Rule, value: float) -> str:
     if rule.measure == "segment.share":
         over = " (over its limit: the engine has not given back yet)" if value > 100 else ""
-        return f"holds {value:.0f} % of its limit{over}"
+        return f"holds {f'{value:.0f} % of its limit' if math.isfinite(value) else 'memory with a limit of 0'}{over}"
     if rule.measure == "shm.free_percent":
         return f"only {value:.1f} % free"
     name = f"{rule.measure} per second" if rule.rate else rule.measure

@@ -79,6 +79,12 @@ def fit_columns(columns: Sequence[Column], width: int) -> list[tuple[Column, int
     return list(zip(kept, widths, strict=True))
 
 
+def names_of(columns: Sequence[Column]) -> dict[str, str]:
+    """What a column may be called in a filter or for sorting, with its id: the id, or the heading with `_` for blanks."""
+    ids = {column.id: column.id for column in columns}
+    return ids | {name: c.id for c in columns if (name := c.title.strip().lower().replace(" ", "_")) not in ids}
+
+
 def rows_of(items: Sequence[Any], key: Callable[[Any], str], columns: Sequence[Column]) -> list[Row]:
     """Rows for `items`."""
     return [Row(key(item), item, {column.id: column.value(item) for column in columns}) for item in items]

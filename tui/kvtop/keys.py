@@ -51,6 +51,7 @@ KEYS: tuple[Key, ...] = (
     Key("refresh", ("r",), "refresh", "", "read everything now", "general", replay=False),
     Key("faster", ("plus", "equals_sign"), "faster", "", "halve the interval", "general"),
     Key("slower", ("minus",), "slower", "", "double the interval", "general"),
+    Key("alerts", ("a",), "alerts", "", "list everything that is wrong now", "general"),
     Key("write", ("w",), "write", "", "write this screen (SVG, text) and the snapshot (JSON) to files", "general"),
     Key("theme", ("t",), "theme", "", "next theme: dusk, paper, safe (colour-blind), contrast, ansi, mono", "general"),
     Key("back", ("escape",), "back", "", "close, else clear the filter, else clear the tags", "general"),

@@ -6,6 +6,7 @@ Never imports Textual.
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -26,8 +27,8 @@ from kvtop.palette import ANSI
 from kvtop.query import Filter
 from kvtop.replay import Player
 from kvtop.snapshot import Segment, Stats
-from kvtop.text import Glyphs, Line, Span, fit, plain, safe, spread
-from kvtop.views.base import View, level_mark
+from kvtop.text import Glyphs, Line, Span, fit, plain, safe, span, spread, width_of
+from kvtop.views.base import WHOLE_PAGE, View, level_mark
 
 SCHEMA = "kvtop/1"
 
@@ -54,8 +55,11 @@ def once_lines(model: Model, view: View, width: int, chosen: Filter, order: Orde
     if snapshot is None:
         return []
     left = (Span("kvtop  ", "bold"), health_mark(model), Span(f"  {safe(snapshot.host)}", "bold"))
-    lines = [spread(left, (Span(census(snapshot, model), "dim"),), width)]
-    lines += view.above(model, width, 10_000)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.time_s))
+    words = (f"{census(snapshot, model)}  {when}", when, when[11:])
+    room = width - width_of(left) - 1
+    lines = [spread(left, span(next((text for text in words if len(text) <= room), words[-1]), "dim"), width)]
+    lines += view.above(model, width, WHOLE_PAGE)
     rows = arrange(view.rows(model), chosen, order)
     if not rows:
         empty = f"nothing matches {chosen.text}" if chosen.text else view.empty(model)
@@ -144,7 +148,7 @@ def _segment(segment: Segment) -> dict[str, object]:
         "used_bytes": segment.used_bytes,
         "prealloc_bytes": segment.prealloc_bytes,
         "free_bytes": segment.free_bytes,
-        "held_percent": round(segment.share, 2),
+        "held_percent": round(segment.share, 2) if math.isfinite(segment.share) else None,
         "state": segment.owner,
         "pid": segment.pid or None,
         "engine": segment.engine or None,

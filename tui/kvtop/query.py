@@ -18,7 +18,11 @@ from kvtools.units import parse_size
 Value = str | float | int | None
 """What a cell is worth for sorting and filtering."""
 
-_COMPARE = re.compile(r"([a-z_]+)(>=|<=|!=|=|>|<)(.+)", re.IGNORECASE)
+Names = Mapping[str, str] | Collection[str]
+"""What columns may be called: their ids, or other names with the id that each stands for."""
+
+_NAME = re.compile(r"[a-z_/]+", re.IGNORECASE)
+_COMPARE = re.compile(r"([a-z_/]+)(>=|<=|!=|=|>|<)(.+)", re.IGNORECASE)
 _COMPARED = re.compile(r"([^<>=!:]*)(>=|<=|!=|=|>|<)(.*)")
 """What looks like a comparison, finished or not."""
 _PLAIN = re.compile(r"[0-9]+(\.[0-9]+)?", re.ASCII)
@@ -69,8 +73,9 @@ class Filter:
         return not self.choices or any(all(term.holds(values) for term in terms) for terms in self.choices)
 
 
-def parse_filter(text: str, columns: Collection[str]) -> Filter:
+def parse_filter(text: str, columns: Names) -> Filter:
     """The filter meant by `text` in a table with these columns. Never raises."""
+    columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
     choices, problems = [], []
     for choice in text.split("|"):
         words = choice.split()
@@ -83,7 +88,7 @@ def parse_filter(text: str, columns: Collection[str]) -> Filter:
     return Filter(text, tuple(choices), problems[0] if problems else "")
 
 
-def check_filter(text: str, columns: Collection[str]) -> Filter:
+def check_filter(text: str, columns: Names) -> Filter:
     """`parse_filter` for words that nobody goes on typing. Raises UsageError where they cannot be meant."""
     found = parse_filter(text, columns)
     if found.problem:
@@ -91,36 +96,48 @@ def check_filter(text: str, columns: Collection[str]) -> Filter:
     return found
 
 
-def _term(word: str, columns: Collection[str]) -> Term:
+def _term(word: str, columns: Mapping[str, str]) -> Term:
     negated = word.startswith("!")
     body = word[1:] if negated else word
     if found := _COMPARE.fullmatch(body):
         column, test, value = found.group(1).lower(), found.group(2), found.group(3)
         number = number_of(value)
         if column in columns and number is not None:
-            return Term(body.lower(), column, test, number, negated)
+            return Term(body.lower(), columns[column], test, number, negated)
     head, colon, rest = body.partition(":")
     if colon and rest and head.lower() in columns:
-        return Term(rest.lower(), head.lower(), negated=negated)
+        return Term(rest.lower(), columns[head.lower()], negated=negated)
     return Term(body.lower(), negated=negated)
 
 
-def _wrong(word: str, columns: Collection[str]) -> str:
+def _wrong(word: str, columns: Mapping[str, str]) -> str:
     """What is wrong with one word; empty when it can be meant."""
     body = word.removeprefix("!")
     if not body.strip("!"):
         return "nothing stands behind the exclamation mark"
     found = _COMPARED.fullmatch(body)
     if found is None:
-        return ""
+        head, colon, rest = body.partition(":")
+        # Only what can be the name of a column: times (12:03) and addresses (http://...) are text.
+        if not (colon and rest and _NAME.fullmatch(head)) or rest.startswith("//") or head.lower() in columns:
+            return ""
+        return _no_column(head, columns)
     column, test, value = found.groups()
     if column.lower() not in columns:
         if "=" in test and column:
             return ""  # text: names of values hold tier=disk0
-        return f"no column {column!r} here; columns: {', '.join(columns)}" if column else f"no column stands before {test}"
+        return (
+            f"no column {column!r} here; columns: {', '.join(dict.fromkeys(columns.values()))}"
+            if column
+            else f"no column stands before {test}"
+        )
     if not value:
         return f"no number stands behind {column}{test}"
     return "" if number_of(value) is not None else f"{value!r} is no number, percentage or size (for words: {column}:{value})"
+
+
+def _no_column(name: str, columns: Mapping[str, str]) -> str:
+    return f"no column {name!r} here; columns: {', '.join(dict.fromkeys(columns.values()))}"
 
 
 def number_of(text: str) -> float | None:

@@ -8,6 +8,7 @@ Concurrency: read by the reader's thread, moved by the screen's: one lock around
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,8 @@ LEAD_IN = 300
 class Player:
     """A recording with a place in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+        self._names = frozenset(names)
         self._recording = Recording(path)
         self._lock = threading.Lock()
         self._next = 0
@@ -44,10 +46,23 @@ class Player:
             return snapshot
 
     def _at(self, index: int) -> Snapshot:
-        snapshot = self._recording.at(index)
+        snapshot = self._only_named(self._recording.at(index))
         if index not in self._marks:
             return snapshot
         return msgspec.structs.replace(snapshot, problems=(*snapshot.problems, *self._marks[index]))
+
+    def _only_named(self, snapshot: Snapshot) -> Snapshot:
+        """What a source that was asked for some segments only would have read."""
+        if not self._names:
+            return snapshot
+        others = {segment.name for segment in snapshot.segments} - self._names
+        missing = self._names - {segment.name for segment in snapshot.segments}
+        return msgspec.structs.replace(
+            snapshot,
+            segments=tuple(segment for segment in snapshot.segments if segment.name in self._names),
+            processes=tuple(process for process in snapshot.processes if not process.holds or set(process.holds) - others),
+            problems=(*snapshot.problems, *(Problem(source=name, message="no segment of this name") for name in sorted(missing))),
+        )
 
     def close(self) -> None:
         """Close the recording."""

@@ -81,12 +81,13 @@ class Wanted:
 
     def order(self) -> "Order":
         """How to sort the view. Raises UsageError for a column it has not."""
-        from kvtop.columns import Order
+        from kvtop.columns import Order, names_of
 
         view = self.view()
         if not self.sort:
             return view.order
         name = self.sort.removeprefix("-")
+        name = names_of(view.columns).get(name.lower(), name)
         column = next((c for c in view.columns if c.id == name), None)
         if column is None:
             raise UsageError(f"no column {name!r} in view {view.id}", hint="columns: " + ", ".join(c.id for c in view.columns))
@@ -94,9 +95,10 @@ class Wanted:
 
     def filter(self) -> "Filter":
         """The rows to show. Raises UsageError for words that cannot be meant."""
+        from kvtop.columns import names_of
         from kvtop.query import check_filter
 
-        return check_filter(self.words, [column.id for column in self.view().columns])
+        return check_filter(self.words, names_of(self.view().columns))
 
 
 def show_config(settings: Resolved) -> int:
@@ -308,7 +310,7 @@ def _player(wanted: Wanted) -> "Player | None":
         return None
     from kvtop.replay import Player
 
-    return Player(wanted.replay)
+    return Player(wanted.replay, wanted.names)
 
 
 def _read_once(wanted: Wanted, model: Model) -> "tuple[Player | None, Recorder | None]":

@@ -65,9 +65,9 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """held / limit, in percent; above 100 when over. A limit of 0 with anything held is 100."""
+        """held / limit, in percent; above 100 when over. Anything held with a limit of 0 is infinitely over."""
         if self.limit_bytes <= 0:
-            return 100.0 if self.held_bytes else 0.0
+            return math.inf if self.held_bytes else 0.0
         return 100.0 * self.held_bytes / self.limit_bytes
 
 

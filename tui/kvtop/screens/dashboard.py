@@ -131,6 +131,8 @@ class Dashboard(Typing[int]):
 
     def on_dashboard_read(self, message: Read) -> None:
         """Runs whatever dialog is open, so the numbers go on under it."""
+        if not self.screen_stack:
+            return  # a last reading on its way while the screen is taken down
         self.main.take(message.snapshot, message.problem)
 
     def picture(self, size: tuple[int, int]) -> str:

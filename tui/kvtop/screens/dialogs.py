@@ -16,7 +16,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input
 
 from kvtop.keys import Key, by_group
-from kvtop.text import Line, Span, beside, cell, clip_text, fit, width_of, wrap
+from kvtop.model import Model
+from kvtop.text import Line, Span, beside, cell, clip_text, fit, safe, span, width_of, wrap
+from kvtop.views.base import level_mark
 from kvtop.widgets.canvas import Canvas, Styles
 
 if TYPE_CHECKING:
@@ -115,7 +117,9 @@ class Dialog(ModalScreen[Answer | None], Generic[Answer], inherit_bindings=False
         return Content(self.looks.glyphs.spell(clip_text(text, width, self.looks.glyphs.ellipsis)))
 
     def action_move(self, step: int) -> None:
-        """Scroll what does not fit."""
+        """Scroll what does not fit; by a page at most, so that no line is passed over."""
+        page = max(1, self.body.size.height - 1)
+        step = max(-page, min(step, page))
         self.body.scroll_to(y=self.body.scroll_y + step, animate=False, immediate=True)
         self._say_rest()
 
@@ -181,6 +185,34 @@ class Help(Dialog[None]):
 
     def lines(self, width: int) -> list[Line]:
         return help_lines(self._keys, width)
+
+
+def alert_lines(model: Model, width: int) -> list[Line]:
+    """Everything that is wrong now, worst first, each in full."""
+    lines: list[Line] = []
+    for alert in model.alerts:
+        said = (level_mark(alert.level, model), Span("  "), Span(safe(alert.subject), "bold"), Span("  " + safe(alert.text)))
+        lines += wrap(said, width, hang=2)
+    return lines or [span("nothing is wrong", "good")]
+
+
+class AlertList(Dialog[None]):
+    """`a`: what is wrong, where the overview has room for the worst of it."""
+
+    BINDINGS = [  # noqa: RUF012 - Textual's own way
+        Binding("a,q,enter", "close", "close", show=False),
+        Binding("down,j", "move(1)", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("pagedown,space", "move(10)", show=False),
+        Binding("pageup", "move(-10)", show=False),
+    ]
+
+    def __init__(self, looks: Styles, model: Model) -> None:
+        super().__init__(looks, " what is wrong ")
+        self._model = model
+
+    def lines(self, width: int) -> list[Line]:
+        return alert_lines(self._model, width)
 
 
 # --- menu and palette --------------------------------------------------------------------------------------------------

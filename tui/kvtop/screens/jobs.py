@@ -22,6 +22,7 @@ from kvtop.once import write_screen
 from kvtop.reader import Reader
 from kvtop.replay import Player
 from kvtop.screens import changes
+from kvtop.screens.dialogs import AlertList
 from kvtop.screens.pictures import picture_of
 from kvtop.snapshot import Segment, Snapshot
 from kvtop.text import safe
@@ -176,11 +177,13 @@ class Jobs(Screen[None], inherit_bindings=False):
         self.app.push_screen(changes.DeleteDialog(self.app.looks, segment), answered)
 
     def _follow(self) -> None:
-        """A question that stands is about the segment as it is now."""
+        """A question that stands is about the segment as it is now, an open list about what is wrong now."""
         if self.model.snapshot is not None:
             for screen in self.app.screen_stack:
                 if isinstance(screen, changes.Question):
                     screen.follow(self.model.snapshot.segments)
+                elif isinstance(screen, AlertList):
+                    screen.fill()
 
     def _begin(self, name: str, seen: str, change: Callable[[], str]) -> None:
         """Begin a change whose effect the next readings show as the event `seen`: told once, by what comes back."""

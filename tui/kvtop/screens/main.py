@@ -16,13 +16,13 @@ from textual.widgets import Input
 
 from kvtop.alerts import CRITICAL
 from kvtop.chrome import State, foot, frame_rows, head
-from kvtop.columns import Order, Row, arrange
+from kvtop.columns import Order, Row, arrange, names_of
 from kvtop.keys import KEYS, VIEWS, Key, usable
 from kvtop.model import Model
 from kvtop.palette import PALETTES
 from kvtop.query import Filter, parse_filter
 from kvtop.reader import Reader
-from kvtop.screens.dialogs import Choice, Help, Menu, Palette
+from kvtop.screens.dialogs import AlertList, Choice, Help, Menu, Palette
 from kvtop.screens.jobs import Jobs
 from kvtop.snapshot import Snapshot
 from kvtop.text import ASCII, fit, span
@@ -166,7 +166,9 @@ class MainScreen(Jobs, inherit_bindings=False):
         body = max(0, height - up - low - (1 if self.prompting and not low else 0))
         # The table keeps up to eight of its rows before anything above it grows.
         table = max(4, min(len(self.shown) + 1, 9))
-        above = [] if self.zoomed else self.view.above(self.model, width, max(0, body - table))
+        # What is wrong stands in its first line, and is said on the smallest screen with the longest table.
+        least = min(1, max(0, body - 3)) if self.model.alerts and self.view.id == "overview" else 0
+        above = [] if self.zoomed else self.view.above(self.model, width, max(least, body - table))
         share = share_height(body, len(above), self.view.pane, len(self.shown), spare=self.view.spare)
         with self.app.batch_update():
             self._draw_frame(width, up, low)
@@ -246,6 +248,9 @@ class MainScreen(Jobs, inherit_bindings=False):
         themes = [Choice(f"wear('{name}')", f"theme {name}", "colours") for name in PALETTES]
         sorts = [Choice(f"sort('{c.id}')", f"sort {c.id}", "sort the table by it") for c in self.view.columns]
         return [*views, *keys, *tables, *themes, *sorts]
+
+    def action_alerts(self) -> None:
+        self.app.push_screen(AlertList(self.app.looks, self.model))
 
     async def _run(self, action: str | None) -> None:
         if action:
@@ -384,8 +389,7 @@ class MainScreen(Jobs, inherit_bindings=False):
         return bool(self.query_one("#prompt").display) if self.is_mounted else False
 
     def _set_filter(self, text: str) -> None:
-        columns = frozenset(column.id for column in self.view.columns)
-        self._filters[self.view.id] = parse_filter(text, columns)
+        self._filters[self.view.id] = parse_filter(text, names_of(self.view.columns))
 
     def action_filter(self) -> None:
         self.query_one("#prompt").display = True

@@ -95,6 +95,9 @@ def share_height(height: int, above: int, pane: int, rows: int, *, spare: bool =
     return Share(up, rest - low, low)
 
 
+WHOLE_PAGE = 10_000
+"""The height where nothing has to be left out: a page of text."""
+
 SHM = "/dev/shm"  # noqa: S108 - a name to show
 
 

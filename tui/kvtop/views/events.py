@@ -7,17 +7,18 @@ from kvtools.units import format_duration
 from kvtop.columns import Column, Order, Row, rows_of
 from kvtop.events import Event
 from kvtop.model import Model
-from kvtop.text import Line, safe, span
+from kvtop.text import Line, Span, safe, span
 from kvtop.views.base import Detail, View, level_mark
 
 
 def _when(event: Event, width: int, model: Model) -> Line:
-    form = "%H:%M:%S" if width < 19 else "%Y-%m-%d %H:%M:%S"
+    form = "%H:%M" if width < 8 else "%H:%M:%S" if width < 19 else "%Y-%m-%d %H:%M:%S"
     return span(time.strftime(form, time.localtime(event.time_s)), "dim")
 
 
 def _level(event: Event, width: int, model: Model) -> Line:
-    return (level_mark(event.level, model),)
+    mark = level_mark(event.level, model)
+    return (Span(mark.text[:1], mark.style) if width < 6 else mark,)
 
 
 def _ago(event: Event, width: int, model: Model) -> Line:
@@ -25,11 +26,11 @@ def _ago(event: Event, width: int, model: Model) -> Line:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column("time", "TIME", 8, lambda e: float(e.number), _when, most=19, rank=1),
+    Column("time", "TIME", 5, lambda e: float(e.number), _when, most=19, rank=3),
     Column("ago", "AGO", 8, lambda e: float(e.number), _ago, rank=6, right=True),
-    Column("level", "LEVEL", 7, lambda e: e.level, _level, rank=2, rising=True),
+    Column("level", "LEVEL", 1, lambda e: e.level, _level, most=7, rank=2, rising=True),
     Column("subject", "WHAT", 12, lambda e: e.subject, lambda e, w, m: span(safe(e.subject), "bold"), most=36, rank=0, rising=True),
-    Column("text", "HAPPENED", 16, lambda e: e.text, lambda e, w, m: span(safe(e.text)), most=200, rank=1, rising=True),
+    Column("text", "HAPPENED", 16, lambda e: e.text, lambda e, w, m: span(safe(e.text)), most=200, rank=0, rising=True),
 )  # fmt: skip
 
 

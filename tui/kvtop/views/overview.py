@@ -10,7 +10,7 @@ from kvtop.daemon import Daemon, Tier
 from kvtop.model import Model
 from kvtop.snapshot import FRESH, GONE, Engine, Gpu, Snapshot
 from kvtop.text import Line, Span, bar, beside, box, fit, pairs, safe, span, spark, width_of
-from kvtop.views.base import NO_DAEMON, count, level_mark, load_style, per_second, percent, ratio, unread
+from kvtop.views.base import NO_DAEMON, WHOLE_PAGE, count, level_mark, load_style, per_second, percent, ratio, unread
 from kvtop.views.segments import segment_view, totals
 
 _WIDE = 100
@@ -24,7 +24,7 @@ def above(model: Model, width: int, height: int) -> list[Line]:
     snapshot = model.snapshot
     if snapshot is None or height <= 0 or width <= 0:
         return []
-    alerts = _alerts(model, width, 3 if height > 12 else 1)
+    alerts = _alerts(model, width, len(model.alerts) if height >= WHOLE_PAGE else 3 if height > 12 else 1)
     room = height - len(alerts)
     if room < 4 or width < 30:
         return (alerts + _brief(model, snapshot, width))[:height]
@@ -63,8 +63,8 @@ def _alerts(model: Model, width: int, most: int) -> list[Line]:
         )
     rest = len(model.alerts) - most
     if rest > 0 and out:
-        more = f"  +{rest} more (kvtop --once --check)" if width >= 76 else f"  +{rest} more"
-        out[-1] = (*fit(out[-1], max(0, width - len(more))), Span(more[:width], "dim"))
+        more = f"  +{rest} more (a lists all)" if width >= 76 else f"  +{rest}: a"
+        out[-1] = (*fit(out[-1], max(0, width - len(more))), Span(more[:width], "dim", "screen.alerts"))
     return out
 
 

@@ -52,7 +52,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("state", "STATE", 11, lambda p: p.state, _state, rank=4, rising=True),
     Column("age", "AGE", 8, lambda p: p.started_s or None, _age, rank=5, right=True, rising=True),
     Column("user", "USER", 10, lambda p: p.user, rank=6, rising=True),
-    Column("holds", "HOLDS", 12, lambda p: ", ".join(p.holds), _holds, most=32, rank=3, rising=True),
+    Column("holds", "HOLDS", 12, lambda p: ", ".join(p.holds), _holds, most=32, rank=0, rising=True),
     Column("command", "COMMAND", 14, lambda p: p.command, _command, most=200, rank=3, rising=True),
 )
 

@@ -1,5 +1,6 @@
 """Segments: who holds KV memory, how much of its limit, and since when. The table of the overview and of view 2."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -35,6 +36,8 @@ def usage_bar(segment: Segment, width: int, model: Model) -> Line:
 
 
 def _share(segment: Segment, width: int, model: Model) -> Line:
+    if math.isinf(segment.share):  # no percentage of a limit of 0
+        return span(f"{model.glyphs.over}over", "bad")
     mark = model.glyphs.over if segment.share > 100 else ""
     return span(f"{mark}{percent(segment.share)}", load_style(segment.share, 95))
 
