@@ -1,16 +1,21 @@
 """What a recorder meets while it runs: text that no file can hold, a file that is taken away, an error nobody foresaw."""
 
+import struct
+import zlib
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvtools.errors import UsageError
 from kvtools.segments import owner, pool, stats
-from kvtop.record import Recorder, Writer
+from kvtop.record import KEY, RECORD, Recorder, Writer
 from kvtop.recording import Recording
+from kvtop.replay import Player
 from kvtop.snapshot import Snapshot
 from kvtop.source import Source
 from tests.kvtop import scenes
+from tests.support.processes import run_python
 
 
 @pytest.mark.real("segments")
@@ -79,3 +84,64 @@ def test_a_file_that_is_taken_away_meanwhile_is_told_and_begun_anew(tmp_path: Pa
     assert Recording(path).times[-3:] == [scenes.host(tick).time_s for tick in range(3, 6)]
     if how == "mv":
         assert len(Recording(tmp_path / "older")) == 3
+
+
+def _nonsense(time_s: float) -> bytes:
+    payload = zlib.compress(b"\x93\x01\x02\x03")
+    return RECORD.pack(len(payload), zlib.crc32(payload, zlib.crc32(struct.pack("<Bd", KEY, time_s))), KEY, time_s) + payload
+
+
+def test_a_last_reading_that_is_nonsense_behind_its_checksum_hides_no_other(tmp_path: Path) -> None:
+    with Writer(tmp_path / "r") as writer:
+        for tick in range(3):
+            writer.write(scenes.host(tick))
+    with (tmp_path / "r").open("ab") as file:
+        file.write(_nonsense(scenes.host(3).time_s))
+    player = Player(tmp_path / "r")
+    shown = player.seek(player.length - 1)
+    assert [one.time_s for one in shown[:3]] == [scenes.host(tick).time_s for tick in range(3)]
+    assert "what is there is no reading" in shown[-1].problems[-1].message
+    assert [one.lost for one in player.damage] == [1]
+    player.close()
+
+
+def test_a_recording_that_is_cut_while_it_is_shown_is_told(tmp_path: Path) -> None:
+    with Writer(tmp_path / "r") as writer:
+        for tick in range(3):
+            writer.write(scenes.host(tick))
+    player = Player(tmp_path / "r")
+    first = player.read()
+    (tmp_path / "r").write_bytes(b"")
+    after = player.read()
+    assert after.segments == first.segments
+    assert "was cut while it was shown" in after.problems[-1].message
+    player.close()
+
+
+def test_what_lies_beside_a_recording_by_chance_does_not_hide_it(tmp_path: Path) -> None:
+    (tmp_path / "r.1").write_text("notes of somebody")
+    with Writer(tmp_path / "r") as writer:
+        writer.write(scenes.host(0))
+    recording = Recording(tmp_path / "r")
+    assert len(recording) == 1
+    assert recording.at(0).host == scenes.host(0).host
+    assert [one.path.name for one in recording.damage] == ["r.1"]
+    recording.close()
+
+
+@pytest.mark.parametrize("there", ["/dev/full", "/"])
+def test_what_cannot_be_recorded_to_is_an_error_of_the_command_line(there: str) -> None:
+    with pytest.raises(UsageError, match="is no file"):
+        Writer(Path(there))
+
+
+def test_files_of_a_screen_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, pathlib\n"
+        "from kvtop.once import write_screen\nfrom tests.kvtop import scenes\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
+        f"try:\n    write_screen(pathlib.Path({str(tmp_path)!r}), scenes.model(1), 'x' * 9999, 'y', 0.0)\n"
+        "except OSError as error:\n    print(error.strerror)\n"
+    )
+    assert run_python(code, env={"PYTHONDONTWRITEBYTECODE": "1"}).stdout == "File too large\n"
+    assert list(tmp_path.iterdir()) == []

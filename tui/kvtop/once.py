@@ -227,7 +227,11 @@ def write_screen(folder: Path, model: Model, svg: str, text: str, time_s: float)
             except FileExistsError:
                 number += 1
                 path = folder / f"{stem}-{number}{suffix}"
-        with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:  # names may be no UTF-8
-            file.write(content)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8", errors="backslashreplace") as file:  # names may be no UTF-8
+                file.write(content)
+        except OSError:
+            path.unlink(missing_ok=True)  # half a file, or an empty one, is nothing to keep
+            raise
         paths.append(path)
     return paths

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtools.errors import KvError
 from kvtop.snapshot import Snapshot
 
 
@@ -110,4 +111,4 @@ class Reader:
         except Exception as error:  # noqa: BLE001 - the tick's edge: whatever it is, the screen says it and the next tick tries again
             self._begun = 0.0
             if not self._stopped:
-                self._deliver(None, f"{type(error).__name__}: {error}")
+                self._deliver(None, error.message if isinstance(error, KvError) else f"{type(error).__name__}: {error}")

@@ -87,7 +87,10 @@ class Writer:
         import fcntl
 
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o600)
+        try:
+            self._fd = os.open(self.path, flags, 0o600)
+        except IsADirectoryError:
+            raise UsageError(f"{self.path} is no file", hint="name a file to record to") from None
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 raise UsageError(f"{self.path} is no file", hint="name a file to record to")

@@ -33,7 +33,10 @@ _BLOCK = 1 << 20
 _WORK = 1 << 30
 """Bytes that are checksummed at most in looking for the next sound record: a file made to cost hours costs a second."""
 _KIND = re.compile(rb"[KD]")
-_BROKEN = (zlib.error, msgspec.MsgspecError, LookupError, TypeError, ValueError, StopIteration, AttributeError, RecursionError)
+_BROKEN = (
+    zlib.error, msgspec.MsgspecError, LookupError, TypeError, ValueError, StopIteration, AttributeError, RecursionError,
+    struct.error,
+)  # fmt: skip
 """What decoding a file that lies about itself may raise."""
 
 
@@ -85,8 +88,9 @@ class Recording:
         self._unpack = msgspec.msgpack.Decoder()
         older = path.with_name(path.name + ".1")
         try:
-            for one in ([older] if older.exists() else []) + [path]:
-                self._index(one)
+            if older.exists():
+                self._index_older(older)
+            self._index(path)
             if not self.times and self._holes:
                 hole = self._holes[0]
                 raise KvError(f"recording {hole.path} is damaged at byte {hole.offset}: none of its readings can be shown")
@@ -111,11 +115,24 @@ class Recording:
             for hole in self._holes
         ]  # fmt: skip
 
+    def lost_at(self, index: int) -> Damage:
+        """That reading `index`, which is there by its checksum, cannot be shown."""
+        number, offset, _ = self._where[index]
+        path = self.path.with_name(self.path.name + ".1") if number < len(self._files) - 1 else self.path
+        return Damage(path, offset, 1, index, *(self.times[i] if 0 <= i < len(self.times) else 0.0 for i in (index - 1, index + 1)))
+
     def close(self) -> None:
         """Close the files."""
         for fd in self._files:
             os.close(fd)
         self._files.clear()
+
+    def _index_older(self, path: Path) -> None:
+        """Index FILE.1. What happens to lie there and is no recording says nothing against FILE: it is told as damage."""
+        try:
+            self._index(path)
+        except KvError:
+            self._holes.append(_Hole(path, 0, 0, len(self.times)))
 
     def _index(self, path: Path) -> None:
         fd = self._open(path)
@@ -183,11 +200,13 @@ class Recording:
             for place in range(begin, index + 1):
                 self._step(place)
             return _finite(msgspec.convert(rebuild(self._tree, iter(self._leaves)), Snapshot, strict=False))
-        except _BROKEN as error:
+        except (*_BROKEN, OSError):
             self._state = -1
+            size = os.fstat(self._files[self._where[index][0]]).st_size
+            cut = size <= self._where[index][1]
+            why = "its file was cut while it was shown" if cut else "what is there is no reading"
             raise UsageError(
-                f"recording {self.path} cannot be read at reading {index} ({type(error).__name__})",
-                hint="it was changed, or made by something else",
+                f"recording {self.path} cannot be read at reading {index}: {why}", hint="it was changed, or made by something else"
             ) from None
 
     def nearest(self, time_s: float) -> int:

@@ -29,6 +29,7 @@ class Player:
         self._recording = Recording(path)
         self._lock = threading.Lock()
         self._next = 0
+        self._shown: Snapshot | None = None
         self.path = path
         self.damage: list[Damage] = self._recording.damage
         """Where readings are missing from it."""
@@ -41,9 +42,22 @@ class Player:
     def read(self) -> Snapshot:
         """The next snapshot; at the end, the last one again."""
         with self._lock:
-            snapshot = self._at(min(self._next, len(self._recording) - 1))
+            place = min(self._next, len(self._recording) - 1)
+            try:
+                self._shown = snapshot = self._at(place)
+            except UsageError as error:
+                if self._shown is None:
+                    raise
+                snapshot = self._instead(self._shown, place, error)
             self._next = min(self._next + 1, len(self._recording))
             return snapshot
+
+    def _instead(self, snapshot: Snapshot, place: int, error: UsageError) -> Snapshot:
+        """The reading before, where one is nonsense or was cut off while it was shown; told with it, and as damage."""
+        if all(one.place != place for one in self.damage):
+            self.damage.append(self._recording.lost_at(place))
+        said = Problem(source="recording", message=f"the last reading that can be shown: {error.message}")
+        return msgspec.structs.replace(snapshot, problems=(*snapshot.problems, said))
 
     def _at(self, index: int) -> Snapshot:
         snapshot = self._only_named(self._recording.at(index))
@@ -111,8 +125,17 @@ class Player:
         """Go to a place: the readings before it and itself, oldest first. The next `read` gives the one after."""
         with self._lock:
             begin = max(0, place - LEAD_IN)
-            snapshots = [self._at(index) for index in range(begin, place + 1)]
+            snapshots: list[Snapshot] = []
+            for index in range(begin, place + 1):
+                try:
+                    snapshots.append(self._at(index))
+                except UsageError as error:
+                    if index == place and not snapshots:
+                        raise
+                    if snapshots:
+                        snapshots.append(self._instead(snapshots[-1], index, error))
             self._next = place + 1
+            self._shown = snapshots[-1]
             return snapshots
 
     def find(self, text: str) -> int:
