@@ -335,6 +335,8 @@ class KvPath:
     resolved: str = ""
     """How the block device was found: sysfs (by number), source (by the mount's source name), or empty."""
     stack: list[Block] = field(default_factory=list)
+    user: int | None = None
+    """The uid of the running kvd whose path it is, where that is known."""
     journal: str | None = None
     """ext4: ordered, writeback, journal, none; None where unreadable or not ext4."""
     journal_source: str = ""
@@ -453,6 +455,8 @@ class Environment:
     in_container: bool = False
     euid: int | None = None
     capabilities: list[str] = field(default_factory=list)
+    user_namespace: bool = False
+    """Not the first one: a capability held there lifts no limit of the host's."""
     dmesg_restrict: str = ""
     kptr_restrict: str = ""
     lockdown: str = ""

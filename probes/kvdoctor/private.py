@@ -121,6 +121,7 @@ class Keeper:
             environ = item.get("environ")
             return {
                 "pid": shape.whole(item.get("pid")),
+                "uid": shape.whole(item.get("uid")),
                 "args": [self.paths(word) for word in shape.texts(item.get("args"))],
                 "environ": self.environ({key: str(word) for key, word in environ.items()}) if isinstance(environ, dict) else None,
                 "cgroup": self.group(str(item.get("cgroup") or "")),
@@ -284,7 +285,7 @@ def cgroups(keeper: Keeper, text: str) -> str:
 
 def journal_options(_: Keeper, text: str) -> str:
     kept = [line for line in text.splitlines() if re.fullmatch(r"r[ow]|data=[a-z]{1,12}", line)]
-    return "".join(f"{line}\n" for line in kept) or "rw\n"
+    return "".join(f"{line}\n" for line in kept) or "?\n"
 
 
 def module_options(_: Keeper, text: str) -> str:
@@ -343,6 +344,7 @@ FILES: list[tuple[re.Pattern[str], Callable[[Keeper, str], str]]] = [
         (r"/proc/kallsyms", symbols),
         (r"/proc/config\.txt|/boot/config-[^/]+|/lib/modules/.*/(config|\.config)", _lines(r"(# )?CONFIG_\w+(=[ymn]| is not set)")),
         (r"/proc/(self|\d+)/cgroup", cgroups),
+        (r"/proc/self/uid_map", _lines(r"[\s0-9]+")),
         (r"/proc/(self|\d+)/status", _lines(r"(Uid|CapEff):[\s0-9a-f]+")),
         (r"/proc/mdstat", _lines(r"(?!.*\bfile:).*")),
         (r"/proc/modules", modules),

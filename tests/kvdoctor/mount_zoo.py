@@ -62,8 +62,8 @@ def zoo(scratch: Path) -> dict[str, str]:
     places["overlay"] = mounted(scratch, "overlay", "overlay", "-t", "overlay", "-o", layers)
     (places["xfs"] / "kvd").mkdir()
     places["bind with a blank"] = mounted(scratch, "my bind", places["xfs"] / "kvd", "--bind")
-    places["nearly full"] = mounted(scratch, "full", "tmpfs", "-t", "tmpfs", "-o", "size=16m")
-    (places["nearly full"] / "ballast").write_bytes(bytes(15 * MIB))
+    places["nearly full"] = mounted(scratch, "full", "tmpfs", "-t", "tmpfs", "-o", "size=100m")
+    (places["nearly full"] / "ballast").write_bytes(bytes(82 * MIB))
     return {name: str(folder) for name, folder in places.items()}
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,12 @@ import pytest
 
 from kvdoctor import api
 from kvdoctor.collect import tools
-from kvdoctor.facts import KvPath, Proof
+from kvdoctor.facts import KvPath, Mount, Proof
 from kvdoctor.parse.versions import decimal
 from kvdoctor.prove import prove
 from kvdoctor.verdict import exit_code
 from tests.kvdoctor.conftest import remove
-from tests.kvdoctor.hosts import host, path
+from tests.kvdoctor.hosts import host, path, status
 from tests.support.processes import Ran
 
 LaidOut = Callable[[str], tuple[Path, dict[str, Any]]]
@@ -160,3 +162,123 @@ def test_json_says_that_nothing_of_the_tier_was_judged(doctor: Cli) -> None:
 @pytest.mark.parametrize("word", ["--json", "--fix"])
 def test_quiet_and_output_exclude_each_other(doctor: Cli, word: str) -> None:
     assert doctor("-q", word).rc == 2
+
+
+# Files that hold what they cannot hold
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "check"),
+    [
+        ("sys/module/amdgpu/parameters/ais_disabled", "2\n", "ais.param"),
+        ("sys/module/amdgpu/parameters/ais_disabled", "x\n", "ais.param"),
+        ("sys/module/amdgpu/parameters/ais_disabled", "\n", "ais.param"),
+        ("sys/module/amdgpu/initstate", "nonsense\n", "gpu.driver.loaded"),
+        ("proc/kallsyms", "nonsense\n", "ais.symbol"),
+        ("sys/bus/pci/devices/0000:41:00.0/p2pmem/size", "nonsense\n", "ais.registered"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_not_judged(laid_out: LaidOut, place: str, text: str, check: str) -> None:
+    capture, _ = laid_out("00-base-amd-good")
+    remove(capture / "root" / place)
+    (capture / "root" / place).parent.mkdir(parents=True, exist_ok=True)
+    (capture / "root" / place).write_text(text)
+    report = api.judge(api.collect_capture(capture))
+    assert [item.status for item in report.by_id(check)] == ["unknown"]
+    assert report.verdict == "undetermined"
+
+
+def replaced(capture: Path, name: str, text: str) -> int:
+    found = [place for place in (capture / "root").rglob(name) if place.is_file() and not place.is_symlink()]
+    for place in found:
+        place.write_text(text)
+    return len(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "check"),
+    [
+        ("00-base-amd-good", "transport", "storage.backing"),
+        ("21-ext4-writeback-hidden", "options", "storage.journal"),
+    ],
+)
+def test_junk_about_storage_is_not_judged(laid_out: LaidOut, case: str, name: str, check: str) -> None:
+    capture, _ = laid_out(case)
+    assert replaced(capture, name, "nonsense\n")
+    assert [item.status for item in api.judge(api.collect_capture(capture)).by_id(check)] == ["unknown"]
+
+
+def test_a_journal_that_a_whole_host_does_not_show(laid_out: LaidOut) -> None:
+    capture, _ = laid_out("21-ext4-writeback-hidden")
+    for place in (capture / "root/proc/fs/ext4").rglob("options"):
+        place.unlink()
+    case = json.loads((capture / "case.json").read_text())
+    assert api.judge(api.collect_capture(capture)).by_id("storage.journal")[0].status == "pass", "made by hand: it may be left out"
+    (capture / "case.json").write_text(json.dumps({**case, "complete": True}))
+    assert api.judge(api.collect_capture(capture)).by_id("storage.journal")[0].status == "unknown"
+
+
+def test_a_function_that_shows_nothing_may_be_a_gpu(laid_out: LaidOut) -> None:
+    capture, _ = laid_out("34-no-gpu-at-all")
+    assert api.judge(api.collect_capture(capture)).verdict == "no-gpu"
+    (capture / "root/sys/bus/pci/devices/0000:99:00.0").mkdir(parents=True)
+    assert api.judge(api.collect_capture(capture)).verdict == "undetermined"
+
+
+# The tier's place
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "expected"),
+    [
+        ({"free": 0}, "storage.space", "fail"),
+        ({"free": 0, "held": 1 << 30}, "storage.space", "warn"),
+        ({"mount": Mount("0:5", "/", "/proc", "proc", "proc", ["rw"], ["rw"])}, "storage.exists", "fail"),
+        ({"mount": Mount("0:5", "/", "/sys", "sysfs", "sysfs", ["rw"], ["rw"])}, "storage.exists", "fail"),
+        ({"writable": False}, "storage.writable", "fail"),
+        ({"writable": False, "user": 4711}, "storage.writable", "info"),
+        ({"writable": False, "user": 0}, "storage.writable", "fail"),
+    ],
+)
+def test_the_place_of_a_tier(changes: dict[str, Any], check: str, expected: str) -> None:
+    assert status(host(paths=[path(**changes)]), check) == expected
+
+
+def test_proc_is_no_place_for_a_tier(doctor: Cli) -> None:
+    report = doctor("--path", "/proc", "--only", "storage", "--json").json()
+    assert report["overall"]["posix"] == "unusable"
+    assert any("no place for a tier" in item["observed"] for item in report["results"])
+
+
+@pytest.mark.parametrize(("ids", "lifted"), [("0 0 4294967295\n", True), ("0 1000 1\n", False), ("", True)])
+def test_a_capability_of_a_user_namespace_lifts_no_limit(tmp_path: Path, ids: str, lifted: bool) -> None:
+    (tmp_path / "root/proc/self").mkdir(parents=True)
+    (tmp_path / "cmd").mkdir()
+    (tmp_path / "case.json").write_text(json.dumps({"case": "ns", "env": {}}))
+    (tmp_path / "root/proc/self/status").write_text("Uid:\t0\t0\t0\t0\nCapEff:\t000001ffffffffff\n")
+    (tmp_path / "root/proc/self/uid_map").write_text(ids)
+    assert api.collect_capture(tmp_path).limits.cap_ipc_lock is lifted
+
+
+PLAIN_USER = (
+    "import ctypes, os, sys\n"
+    "for capability in (1, 2): ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)\n"  # PR_CAPBSET_DROP: those that read anything
+    "os.execv(sys.executable, [sys.executable, '-m', 'kvdoctor', *sys.argv[1:]])"
+)
+"""kvdoctor as somebody whom permissions bind, root too."""
+
+
+@pytest.mark.parametrize("part", ["root/proc/kallsyms", "root/proc/self/mountinfo", "cmd", "root", "root/sys"])
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_may_not_be_read_is_not_held(laid_out: LaidOut, doctor: Cli, tmp_path: Path, part: str, ours: bool) -> None:
+    capture, _ = laid_out("00-base-amd-good")
+    if ours:
+        assert doctor("capture", tmp_path / "whole", "--from", capture).rc == 0
+        capture = tmp_path / "whole"
+    (capture / part).chmod(0)
+    ran = subprocess.run(
+        [sys.executable, "-c", PLAIN_USER, "--from", str(capture), "--json"], capture_output=True, text=True, check=False
+    )
+    (capture / part).chmod(0o755)
+    assert ran.stdout, ran.stderr
+    assert (ran.returncode, json.loads(ran.stdout)["overall"]["verdict"]) == (7, "undetermined")

@@ -173,7 +173,7 @@ def test_shared_memory(size: int, free: int | None, expected: str) -> None:
         ({}, None, [], "warn"),
         ({}, True, ["--prefix-caching-hash-algo", "xxhash_cbor"], "fail"),
         ({}, True, ["--prefix-caching-hash-algo=sha256_cbor"], "info"),
-        (None, True, [], "warn"),
+        (None, True, [], "info"),
     ],
 )
 def test_hash_seed(environ: dict[str, str] | None, vllm: bool | None, args: list[str], expected: str) -> None:

@@ -21,15 +21,20 @@ def start_tools(source: Source, kernel: str) -> None:
     source.start("mokutil-sb", ["mokutil", "--sb-state"])
 
 
+INITSTATES = ("live", "coming", "going")
+SWITCH = ("0", "1", "N", "Y", "n", "y")
+"""What the kernel prints of a module's state and of an on/off parameter."""
+
+
 def collect_driver(source: Source, kernel: str, cmdline: str, log: KernelLog | None, *, in_container: bool) -> AmdDriver:
     """Everything about the driver of the running `kernel`."""
     found = AmdDriver()
     # Without /sys/module itself (not captured, not mounted) an absent folder says nothing.
     found.loaded = source.is_folder(MODULE) or (False if source.is_folder("/sys/module") else None)
-    found.initstate = source.word(f"{MODULE}/initstate") or ""
+    found.initstate = source.one_of(f"{MODULE}/initstate", INITSTATES) or ""
     found.version = source.word(f"{MODULE}/version") or ""
     found.srcversion = source.word(f"{MODULE}/srcversion") or ""
-    found.param_ais_disabled = source.word(f"{MODULE}/parameters/ais_disabled")
+    found.param_ais_disabled = source.one_of(f"{MODULE}/parameters/ais_disabled", SWITCH)
     found.conf_ais_disabled = _configured(source, cmdline)
     _disk(source, kernel, found)
     found.disk_foreign = in_container and not source.exists("/lib/modules/" + kernel)

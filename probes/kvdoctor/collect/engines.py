@@ -4,6 +4,7 @@ Block hashes must be equal in every process that shares a cache. Whether an unse
 vLLM version: newer ones fall back on a fixed seed, which is seen in their source (DEFAULT_NONE_HASH_SEED) without running it.
 """
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass, field
@@ -76,7 +77,16 @@ def _process(proc: str, pid: int, args: list[str]) -> dict[str, Any]:
     except OSError:
         pass
     # Arguments may hold keys; only flags that decide about caching are looked at, and only those are kept.
-    return {"pid": pid, "args": [_shown(args, i) for i in range(min(len(args), 256))], "environ": environ, "cgroup": group}
+    user: int | None = None
+    with contextlib.suppress(OSError):
+        user = os.stat(f"{proc}/{pid}").st_uid  # noqa: PTH116
+    return {
+        "pid": pid,
+        "uid": user,
+        "args": [_shown(args, i) for i in range(min(len(args), 256))],
+        "environ": environ,
+        "cgroup": group,
+    }
 
 
 def _shown(args: list[str], index: int) -> str:
@@ -160,6 +170,7 @@ class Daemon:
     arena: int | None = None
     long_bytes: int | None = None
     group: str = ""
+    user: int | None = None
 
     @property
     def share(self) -> int | None:
@@ -172,7 +183,7 @@ def daemons(scanned: dict[str, Any]) -> list[Daemon]:
     found = []
     for item in shape.objects(scanned.get("daemons")):
         args = shape.texts(item.get("args"))
-        daemon = Daemon(group=str(item.get("cgroup") or ""))
+        daemon = Daemon(group=str(item.get("cgroup") or ""), user=shape.whole(item.get("uid")))
         for i, word in enumerate(args):
             name, equals, value = word.partition("=")
             value = value if equals else args[i + 1] if i + 1 < len(args) else ""

@@ -61,6 +61,8 @@ def _privileges(source: Source, found: Environment) -> None:
     if match := re.search(r"^CapEff:\s+([0-9a-fA-F]{1,16})\s*$", status, re.MULTILINE):
         mask = int(match[1], 16)
         found.capabilities = [name for name, bit in CAPABILITIES.items() if mask >> bit & 1]
+    ids = (source.read("/proc/self/uid_map", 4096) or "").split()
+    found.user_namespace = bool(ids) and ids[:3] != ["0", "0", "4294967295"]
     found.dmesg_restrict = source.word("/proc/sys/kernel/dmesg_restrict") or ""
     found.kptr_restrict = source.word("/proc/sys/kernel/kptr_restrict") or ""
     if match := re.search(r"\[(\w+)\]", source.read("/sys/kernel/security/lockdown", 256) or ""):

@@ -4,7 +4,9 @@ Only attributes of the PCI core and mem_info_* are read. hwmon, pp_* and gpu_met
 and block for seconds on a wedged card, so they are left alone.
 """
 
-from kvdoctor.collect.source import LOST, Source
+import re
+
+from kvdoctor.collect.source import LOST, NOT_UNDERSTOOD, Source
 from kvdoctor.facts import Gpu, KfdNode, Link
 from kvdoctor.parse import kfd, pci
 from kvdoctor.parse.versions import decimal
@@ -37,7 +39,8 @@ def collect_gpus(source: Source, unread: list[str] | None = None) -> list[Gpu]:
             continue
         vendor = (source.word(f"{folder}/vendor") or "").removeprefix("0x")
         if pci_class is None or not vendor:
-            if source.whole or vendor in VENDORS or pci_class is not None:  # a hand-made tree may hold functions in part
+            # A hand-made tree may hold functions in part; one that shows nothing at all is not in part.
+            if source.whole or vendor in VENDORS or pci_class is not None or source.is_bare(folder):
                 silent.append(bdf)
         elif vendor in VENDORS:
             gpus.append(_gpu(source, bdf, folder, vendor, pci_class))
@@ -73,7 +76,11 @@ def _driver(source: Source, folder: str) -> str | None:
     uevent = source.read(f"{folder}/uevent", 4096)
     if uevent is None:
         return None
-    return next((line[7:] for line in uevent.splitlines() if line.startswith("DRIVER=")), "")
+    lines = uevent.splitlines()
+    if not any(re.match(r"[A-Z_]+=", line) for line in lines):
+        source.denied[f"{folder}/uevent"] = NOT_UNDERSTOOD
+        return None
+    return next((line[7:] for line in lines if line.startswith("DRIVER=")), "")
 
 
 def _numa(source: Source, folder: str) -> int | None:

@@ -43,9 +43,13 @@ def open_capture(folder: str | Path) -> tuple[Path, dict[str, Any], Holdings]:
     for part in ("root", "cmd"):
         if (home / part).is_symlink():
             raise UsageError(f"not a capture: {home / part} is a link out of it", hint=HINT)
-    if not any(_holds_a_file(home / part) for part in ("root", "cmd")):
+    if not any(_holds_a_file(home / part) or _shut(home / part) for part in ("root", "cmd")):
         raise UsageError(f"not a capture: {home} holds nothing of a host (root/ and cmd/ are empty or missing)", hint=HINT)
     return home, case, read_holdings(home, ours=is_ours(case))
+
+
+def _shut(folder: Path) -> bool:
+    return os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)  # noqa: PTH112 - False where its parent is shut, too
 
 
 def _holds_a_file(folder: Path) -> bool:
@@ -77,7 +81,7 @@ def is_ours(case: dict[str, Any]) -> bool:
 
 def read_holdings(home: Path, *, ours: bool) -> Holdings:
     """The capture's list held against what is there. A list of one of our captures that cannot be read is itself lost."""
-    none = Holdings(lost={INDEX} if ours else set())
+    none = Holdings(lost={INDEX} if ours else _unreadable(home))
     try:
         with open_regular(home / INDEX, follow=False) as file:
             index = shape.mapping(json.loads(file.read(MAX_INDEX)))
@@ -92,8 +96,23 @@ def read_holdings(home: Path, *, ours: bool) -> Holdings:
     return found
 
 
+def _unreadable(home: Path) -> set[str]:
+    """What of a capture made by hand is there and lets nobody in: a list could not tell more."""
+    found: set[str] = set()
+    for part in ("root", "cmd"):
+        top = f"{home}/{part}"
+        if _shut(Path(top)):
+            found.add(part)
+        for folder, folders, files in os.walk(top):
+            for name in folders + files:
+                place = f"{folder}/{name}"
+                if not os.path.islink(place) and not os.access(place, os.R_OK | (os.X_OK if name in folders else 0)):  # noqa: PTH114
+                    found.add(place.removeprefix(f"{home}/root") if part == "root" else place.removeprefix(f"{home}/"))
+    return found
+
+
 def _as_listed(path: str, kind: Any) -> bool:
-    """Whether `path` is there as a link, a folder, or a file of at least `kind` bytes."""
+    """Whether `path` is there as a link, a folder that opens, or a readable file of at least `kind` bytes."""
     try:
         status = os.lstat(path)
     except (OSError, ValueError):
@@ -101,6 +120,6 @@ def _as_listed(path: str, kind: Any) -> bool:
     if kind == "link":
         return stat.S_ISLNK(status.st_mode)
     if kind == "folder":
-        return stat.S_ISDIR(status.st_mode)
+        return stat.S_ISDIR(status.st_mode) and os.access(path, os.R_OK | os.X_OK)
     size = shape.whole(kind)
-    return stat.S_ISREG(status.st_mode) and status.st_size >= (size or 0)
+    return stat.S_ISREG(status.st_mode) and status.st_size >= (size or 0) and os.access(path, os.R_OK)

@@ -83,12 +83,20 @@ def collect(
     facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
     if shape.mapping(case.get("captured")).get("redacted") is True:
         _forget_mounts(facts, [path for path, _ in choose_paths((), case, {}, (), here=False)])
+    users = {path: daemon.user for daemon in running for path in daemon.paths}
+    for kv in facts.paths:
+        kv.user = users.get(kv.path)
     for kv in facts.paths if facts.foreign else []:
         kv.writable = None  # this user, and a read-only bind mount, are not that host's
     chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
     kernel.collect_acs(source, facts.kernel, chains)
     say("limits")
-    facts.limits = limits.collect_limits(source, capabilities=facts.environment.capabilities, daemon_group=group, arena=arena)
+    facts.limits = limits.collect_limits(
+        source,
+        capabilities=[] if facts.environment.user_namespace else facts.environment.capabilities,
+        daemon_group=group,
+        arena=arena,
+    )
     facts.engines = engines.collect_engines(source, scanned)
     if not quick:
         facts.scripts = [] if source.foreign else engines.collect_scripts(source)

@@ -56,7 +56,7 @@ def collect_kernel(source: Source, *, symbols: bool) -> Kernel:
     kernel = Kernel(release=release(source), cmdline=source.word("/proc/cmdline") or "")
     _config(source, kernel)
     if symbols:
-        lines = source.matching("/proc/kallsyms", SYMBOLS)
+        lines = source.matching("/proc/kallsyms", SYMBOLS, shape=r"[0-9a-fA-F]+\s+\S\s+\S")
         if lines is not None:
             present = {words[2] for line in lines if len(words := line.split()) >= 3}
             kernel.symbols = [symbol for symbol in SYMBOLS if symbol in present]

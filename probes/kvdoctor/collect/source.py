@@ -215,6 +215,22 @@ class Source:
         data = self.read(path, 4096)
         return None if data is None else data.split("\n", 1)[0].strip()
 
+    def one_of(self, path: str, known: Collection[str]) -> str | None:
+        """The word in a file that can only hold one of `known`, or None; one that holds another counts as not readable."""
+        text = self.word(path)
+        if text is None or text in known:
+            return text
+        self.denied[path] = NOT_UNDERSTOOD
+        return None
+
+    def is_bare(self, path: str) -> bool:
+        """Whether a folder shows nothing: empty, or not to be looked into."""
+        try:
+            with os.scandir(self.host_path(path)) as entries:
+                return next(entries, None) is None
+        except OSError:
+            return True
+
     def number(self, path: str) -> int | None:
         """A decimal or 0x number in a file, or None; one that holds something else counts as not readable."""
         text = self.word(path)
@@ -223,8 +239,9 @@ class Source:
             self.denied[path] = NOT_UNDERSTOOD
         return value
 
-    def matching(self, path: str, needles: Iterable[str]) -> list[str] | None:
-        """Lines of a (possibly gzip'ed) file that hold one of `needles`; None where it cannot be read or is empty.
+    def matching(self, path: str, needles: Iterable[str], *, shape: str = "") -> list[str] | None:
+        """Lines of a (possibly gzip'ed) file that hold one of `needles`; None where it cannot be read, is empty, or where its
+        first line does not begin as `shape` says.
 
         The file is streamed, so that 8 MB of kallsyms cost no memory; a capture keeps just these lines.
         """
@@ -250,6 +267,9 @@ class Source:
             self.refused(path, error)
             return None
         if not first:
+            return None
+        if shape and not re.match(shape, first.decode("utf-8", "replace")):
+            self.denied[path] = NOT_UNDERSTOOD
             return None
         if self.recorder:
             kept = found if first in found else [first, *found]
@@ -417,7 +437,11 @@ class Source:
         """Files of a capture's cmd/ folder whose names match `pattern`, name -> text; nothing on a live host."""
         if self.commands is None or not self.commands.is_dir():
             return {}
-        names = sorted(path.name for path in self.commands.iterdir() if re.search(pattern, path.name))
+        try:
+            names = sorted(path.name for path in self.commands.iterdir() if re.search(pattern, path.name))
+        except OSError as error:
+            self.denied["cmd"] = errno.errorcode.get(error.errno or 0, "EIO")
+            return {}
         return {name: text for name in names if (text := self.captured(name)) is not None}
 
     def value(self, key: str, ask: Callable[[], Any]) -> Any:

@@ -18,6 +18,7 @@ from kvdoctor.parse.mounts import mount_of, parse_mountinfo
 
 MAX_STACK = 64
 PROBE_DEADLINE_S = 4.0
+TRANSPORTS = ("pcie", "rdma", "tcp", "fc", "loop", "apple")
 VIRTUAL_VENDORS = ("0x1b36", "0x1af4")
 _DM_KINDS = (("LVM-", "lvm"), ("CRYPT-", "crypt"), ("mpath-", "mpath"))
 
@@ -201,7 +202,10 @@ def _block(source: Source, real: str) -> Block:
 def _nvme(source: Source, real: str, block: Block) -> None:
     device = source.real(f"{real}/device")
     controller = device if device != f"{real}/device" else real.rsplit("/", 1)[0]
-    block.transport = source.word(f"{controller}/transport") or ("pcie" if block.pci else "")
+    block.transport = source.one_of(f"{controller}/transport", TRANSPORTS) or ("pcie" if block.pci else "")
+    if source.denied.get(f"{controller}/transport") == NOT_UNDERSTOOD:
+        block.transport, block.kind, block.detail = "", "nvme-unknown", f"{controller}/transport"
+        return
     block.model = (source.word(f"{controller}/model") or "").strip()
     block.kind = "nvme" if block.transport == "pcie" else "nvme-fabric" if block.transport else "nvme"
 
@@ -232,8 +236,14 @@ def _journal(source: Source, kv: KvPath, mount: Mount) -> None:
         text = source.read(f"/proc/fs/ext4/{name}/options", 16384)
         if text:
             kv.journal_source = f"/proc/fs/ext4/{name}/options"
+            if not re.search(r"^(r[wo]|data=\w+)$", text, re.MULTILINE):
+                source.denied[kv.journal_source] = NOT_UNDERSTOOD
+                return
             mode = re.search(r"^data=(\w+)", text, re.MULTILINE)
             kv.journal = mode[1] if mode else "none"
             return
     kv.journal_source = "mount table"
-    kv.journal = next((option[5:] for option in mount.super_options if option.startswith("data=")), "assumed ordered")
+    # A host's kernel always has that file: not shown, the mode is not known. A case made by hand often lacks it.
+    kv.journal = next(
+        (option[5:] for option in mount.super_options if option.startswith("data=")), None if source.whole else "assumed ordered"
+    )

@@ -27,6 +27,8 @@ def symbol(facts: Facts) -> Result:
     symbols = facts.kernel.symbols
     evidence = [file_evidence("/proc/kallsyms", ", ".join(symbols or []) or "none of the AIS symbols")]
     if symbols is None:
+        if facts.denied.get("/proc/kallsyms") == "EBADMSG":
+            return unknown("kallsyms holds no list of symbols", evidence=evidence)
         why = "kallsyms may not be read" if facts.kernel.symbols_denied else "kallsyms is not there or empty"
         return unknown(why, fix="Run kvdoctor as root, or set kernel.kptr_restrict to 1 or 0.", evidence=evidence)
     if not is_loaded(facts.driver) and version(facts).status == "pass":

@@ -60,6 +60,8 @@ def backing_of(facts: Facts, path: KvPath) -> Result:
 
 def _no_way(path: KvPath, kinds: set[str]) -> Result | None:
     """Kinds that can never do it, whatever lies around them."""
+    if doubtful := next((block for block in path.stack if block.kind == "nvme-unknown"), None):
+        return unknown(f"{doubtful.detail} names no transport of NVMe")
     if "crypt" in kinds:
         return result(
             "fail",

@@ -197,7 +197,8 @@ def gpu_unjudged(facts: Facts) -> bool:
     """No GPU was seen, and nothing says that there is none: neither a PCI tree read whole nor the vendor's own checker."""
     if has_amd(facts) or has_nvidia(facts) or pci_known(facts):
         return False
-    return not (facts.partial and facts.ais_check is not None and facts.ais_check.amdgpu is False)
+    told = facts.partial and facts.ais_check is not None and facts.ais_check.amdgpu is False
+    return bool(facts.pci_unread) or not told
 
 
 def no_gpu(facts: Facts) -> bool:

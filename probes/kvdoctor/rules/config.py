@@ -45,7 +45,7 @@ def _seed(facts: Facts, engine: Engine) -> Result:
     evidence = [command_evidence(f"/proc/{engine.pid}/environ" if engine.pid else "environment", "PYTHONHASHSEED")]
     if engine.environ is None:
         return result(
-            "warn",
+            "info",
             "another user's engine: its environment may not be read",
             fix=SEED_FIX + " Or run kvdoctor as its user.",
             scope=scope,

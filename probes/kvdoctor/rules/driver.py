@@ -51,6 +51,7 @@ def loaded(facts: Facts) -> Result:
             fix="Unbind it there and bind it to amdgpu, or run this inside the machine the GPU was given to.",
             evidence=[file_evidence(f"/sys/bus/pci/devices/{gpu.bdf}/driver", gpu.driver) for gpu in elsewhere[:2]],
         )
+    evidence += [file_evidence(f"/sys/bus/pci/devices/{gpu.bdf}/uevent") for gpu in facts.amd if gpu.driver is None]
     return result("pass", "live and bound", evidence=evidence)
 
 

@@ -31,8 +31,8 @@ def capture(facts: Facts) -> Result:
     if facts.lost:
         shown = ", ".join(facts.lost[:3]) + (f" and {len(facts.lost) - 3} more" if len(facts.lost) > 3 else "")
         return unknown(
-            f"the capture no longer holds {shown}",
-            fix="Copy the capture again, whole (tar keeps its links), or write it anew: kvdoctor capture DIR.",
+            f"the capture no longer holds, or does not let be read: {shown}",
+            fix="Copy the capture again, whole and readable (tar keeps its links), or write it anew: kvdoctor capture DIR.",
             evidence=[Evidence("capture", "index.json", f"{len(facts.lost)} of its entries are gone, shorter, or of another kind")],
         )
     if facts.partial:

@@ -10,6 +10,13 @@ GOOD = ("xfs", "ext4")
 NETWORK = ("nfs", "nfs4")
 PARALLEL = ("lustre", "wekafs", "beegfs", "gpfs", "scatefs", "ceph", "glusterfs", "cifs", "smb3", "9p", "virtiofs")
 HUNG_FIX = "A dead network mount or a frozen file system: look at the mount, and at the kernel log."
+MIN_ROOM = 16 << 20
+"""Below this a tier holds next to nothing: a chunk alone is larger."""
+PSEUDO = (
+    *("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "configfs", "devpts", "mqueue", "pstore"),
+    *("bpf", "efivarfs", "fusectl", "binfmt_misc", "nsfs", "selinuxfs"),
+)
+"""What the kernel shows as files and no file can be put into."""
 NO_BLOCK = ("overlay", "tmpfs", "ramfs", "zfs", "squashfs")
 
 
@@ -34,6 +41,13 @@ def exists(facts: Facts) -> list[Result]:
             )
         if path.is_dir is False:
             return result("fail", "not a directory", fix="Name a directory.")
+        if path.mount and path.mount.fstype in PSEUDO:
+            return result(
+                "fail",
+                f"on {path.mount.fstype}, which holds no files of anybody's: no place for a tier",
+                fix="Name a directory on a drive's file system.",
+                evidence=[file_evidence("/proc/self/mountinfo", f"{path.mount.point} {path.mount.fstype}")],
+            )
         return result("pass", "a directory")
 
     return each_path(facts, rule)
@@ -58,6 +72,9 @@ def writable(facts: Facts) -> list[Result]:
             return other_host("whether its daemon may write there")
         if path.writable is None:
             return skip("the directory does not answer") if path.exists is False or path.hung else absent(facts, "its permissions")
+        if not path.writable and path.user is not None and path.user != facts.environment.euid:
+            told = f"the running kvd, uid {path.user}, writes there; uid {facts.environment.euid}, which asks, may not"
+            return result("info", told, why="Whether the daemon may is its own answer: run kvdoctor as its user, or kvd stats.")
         if not path.writable:
             return result("fail", f"uid {facts.environment.euid} may not write there", fix="Give the daemon's user the directory.")
         return result("pass", "writable")
@@ -81,12 +98,24 @@ def space(facts: Facts) -> list[Result]:
                 f"{told}, but {path.free_files} files more",
                 fix="The file system is out of inodes: remove files, or make it anew with more.",
             )
+        point = path.mount.point if path.mount else path.path
+        room = [f"du -xh --max-depth=2 {quote(point)} | sort -h | tail -n 20"]
+        if path.free + path.held < MIN_ROOM:
+            return result(
+                "fail",
+                told,
+                expected=f"{format_size(MIN_ROOM)} or more",
+                fix=f"Make room below {point}, or name a directory elsewhere.",
+                commands=room,
+            )
         if path.free < path.total // 5:
             return result(
                 "warn",
                 told,
                 expected="20 % or more",
-                fix="A nearly full file system slows down and leaves the tier no room to grow.",
+                why="A nearly full file system slows down and leaves the tier no room to grow.",
+                fix=f"Make room below {point}, or name a directory elsewhere.",
+                commands=room,
             )
         return result("pass", told, why="A project quota would not show here.")
 
@@ -178,6 +207,8 @@ def journal_of(facts: Facts, path: KvPath) -> Result:
             ],
             evidence=evidence,
         )
+    if path.journal is None:
+        return unknown("the journal mode is not shown (/proc/fs/ext4/DEVICE/options)", evidence=evidence)
     return unknown(f"journal mode {path.journal!r} is not known", evidence=evidence)
 
 
