@@ -195,7 +195,9 @@ def _sentence(rule: Rule, value: float) -> str:
 def _measure(rule: Rule, snapshot: Snapshot, daemons: Sequence[Daemon], history: History) -> Iterator[tuple[str, float]]:
     match rule.measure:
         case "segment.share":
-            yield from ((s.name, s.share) for s in snapshot.segments if s.owner != DEAD)
+            # The fullest first: small screens have room for one.
+            held = sorted((s for s in snapshot.segments if s.owner != DEAD), key=lambda s: -s.share)
+            yield from ((s.name, s.share) for s in held)
         case "segment.free":
             yield from ((s.name, float(s.free_bytes)) for s in snapshot.segments if s.owner != DEAD)
         case "arena.share":
