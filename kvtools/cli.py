@@ -361,9 +361,13 @@ def _fail(prog: str, message: str, hint: str, code: int) -> int:
         traceback.print_exc()
     _flush(prog, code)
     # What a message quotes came from a command line or a file system: it must not move the cursor.
-    sys.stderr.write(f"{prog}: error: {printable(message)}\n")
-    if hint:
-        sys.stderr.write(f"hint: {printable(hint)}\n")
+    try:
+        sys.stderr.write(f"{prog}: error: {printable(message)}\n")
+        if hint:
+            sys.stderr.write(f"hint: {printable(hint)}\n")
+        sys.stderr.flush()
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - the status says it all the same, also at the interpreter's end
     return code
 
 

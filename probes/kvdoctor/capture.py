@@ -109,6 +109,10 @@ def write_capture(recording: Recording, facts: Facts, folder: Path, *, redact: b
 
     Raises UsageError where something is there, TimedOut where the file system does not answer within `deadline_s`, KvError.
     """
+    try:
+        folder = Path(os.path.abspath(folder))  # noqa: PTH100 - as it was typed: no link is followed
+    except OSError:
+        raise UsageError(f"{folder}: the current directory is gone", hint="name it from / on, or cd elsewhere") from None
     packed = pack(entries(recording, facts, redact=redact))
     script = str(Path(__file__).with_name("collect") / "capture_writer.py")
     # A file without a name: whatever becomes of either process, nothing of it stays.

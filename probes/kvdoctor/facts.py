@@ -323,6 +323,8 @@ class KvPath:
     exists: bool | None = None
     is_dir: bool | None = None
     writable: bool | None = None
+    dangling: bool = False
+    """It is a link to what is not there."""
     probe_error: str = ""
     hung: str = ""
     """Non-empty where a system call on it did not return: how long was waited, and what it sleeps in."""

@@ -17,7 +17,10 @@ def script(report: Report) -> Iterable[str]:
         told = ", ".join(dict.fromkeys(unknown))
         yield f"# Nothing that is known to be wrong; not known: {told}." if unknown else "# Nothing to mend."
         return
+    reboot, notes = False, list[str]()
+    later: list[str] = []
     for number, item in enumerate(causes, 1):
+        booted = False
         yield ""
         where = "" if item.scope == "host" else f" ({printable(item.scope)})"
         yield f"# {number}. {item.id}{where}, {item.status}: {printable(item.observed)}"
@@ -28,7 +31,20 @@ def script(report: Report) -> Iterable[str]:
         for command in item.commands:
             # A name with a newline in it would go on as a command of its own; one that ends in a newline sh cannot write.
             plain = command.isprintable() and "$'" not in command
+            if command.split()[:1] == ["reboot"]:
+                reboot = booted = True
+                notes.append(command.partition("#")[2].strip())
+                continue
+            if booted:
+                later.append(command)
+                continue
             yield command if plain else f"# {printable(command)}    # holds control characters: type it yourself"
+    if reboot:
+        yield ""
+        yield "# Last: what was mended above takes effect with a reboot."
+        yield from (f"# {note}" for note in dict.fromkeys(notes) if note)
+        yield from (f"# after it: {printable(command)}" for command in later)
+        yield "reboot"
     if not any(item.commands for item in causes):
         yield ""
         yield "# No command mends these: each needs a person's hands, as said above."

@@ -282,3 +282,48 @@ def test_what_may_not_be_read_is_not_held(laid_out: LaidOut, doctor: Cli, tmp_pa
     (capture / part).chmod(0o755)
     assert ran.stdout, ran.stderr
     assert (ran.returncode, json.loads(ran.stdout)["overall"]["verdict"]) == (7, "undetermined")
+
+
+# Words for people
+
+
+def test_a_reboot_comes_last_and_once(laid_out: LaidOut, doctor: Cli) -> None:
+    lines = doctor("--from", laid_out("01-driver-too-old-6.14.14")[0], "--fix").stdout.splitlines()
+    assert lines[-1] == "reboot"
+    assert sum(line.startswith("reboot") for line in lines) == 1
+
+
+def test_a_dangling_link(doctor: Cli, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    ran = doctor("--path", tmp_path / "link", "--only", "storage.exists", "--fix").stdout
+    made = next(line for line in ran.splitlines() if line.startswith("install"))
+    subprocess.run(["/bin/sh", "-c", made], check=True)
+    assert (tmp_path / "nowhere").is_dir()
+
+
+def test_a_blank_path_of_the_environment_names_nothing(doctor: Cli) -> None:
+    assert doctor("--only", "storage", "--json", env={"KVD_LONG_PATH": " "}).json()["host"]["paths"][0]["from"] != "KVD_LONG_PATH"
+
+
+def test_a_capture_from_a_directory_that_is_gone(doctor: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ran = doctor("capture", "x")
+    assert (ran.rc, "the current directory is gone" in ran.stderr) == (2, True)
+
+
+def test_what_the_deadline_cut_off_says_so() -> None:
+    facts = host(denied={"(ulimit)": "ETIMEDOUT"})
+    facts.limits.memlock = None
+    assert "deadline" in api.judge(facts, only=["limits.memlock"]).results[0].observed
+
+
+def test_root_that_is_refused_gets_advice_of_its_own() -> None:
+    assert "immutable" in api.judge(host(paths=[path(writable=False)]), only=["storage.writable"]).results[0].fix
+
+
+def test_an_error_that_cannot_be_written_keeps_its_status() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-m", "kvdoctor", "nope"], stderr=full, check=False)
+    assert ran.returncode == 2

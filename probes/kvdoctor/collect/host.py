@@ -127,7 +127,7 @@ def choose_paths(
     recorded = shape.texts(case.get("kv_paths")) or ([str(case["kv_path"])] if case.get("kv_path") else [])
     if recorded:
         return [(path, "the capture") for path in recorded]
-    if text := env.get("KVD_LONG_PATH"):
+    if (text := env.get("KVD_LONG_PATH", "")).strip(" :"):
         return [(path, "KVD_LONG_PATH") for path in _each(text.split(":"))]
     if roots := parse_roots(env.get("INFERA_KVD_HIPFILE_ROOTS", "")):
         return [(path, "INFERA_KVD_HIPFILE_ROOTS") for path in _each(roots)]
@@ -140,7 +140,7 @@ def choose_paths(
 
 
 def _each(paths: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(os.path.normpath(path) for path in paths if path))
+    return list(dict.fromkeys(os.path.normpath(path) for path in paths if path.strip()))
 
 
 def _absolute(path: str) -> str:

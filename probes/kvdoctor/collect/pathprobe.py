@@ -112,6 +112,8 @@ def look(path: str) -> dict[str, object]:
         status = os.stat(path)  # noqa: PTH116 - this script starts in 15 ms because it does without pathlib
     except OSError as error:
         found.update(exists=False if error.errno in NO_SUCH else None, error=name_of(error))
+        if error.errno == errno.ENOENT and os.path.islink(path):  # noqa: PTH114 - as above
+            found["dangling"] = True
         return found
     found.update(exists=True, is_dir=stat.S_ISDIR(status.st_mode))
     space = os.statvfs(path)

@@ -97,6 +97,7 @@ def _probe(kv: KvPath, answer: dict[str, object] | None) -> None:
         return value if isinstance(value, bool) else None
 
     kv.exists, kv.is_dir, kv.writable = flag("exists"), flag("is_dir"), flag("writable")
+    kv.dangling = answer.get("dangling") is True
     kv.total, kv.free, kv.free_files, kv.held = whole("total"), whole("free"), whole("free_files"), whole("held") or 0
     kv.probe_error, kv.hung = str(answer.get("error", "")), str(answer.get("hung", ""))
     if isinstance(direct := answer.get("direct"), dict):

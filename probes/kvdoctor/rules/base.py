@@ -131,6 +131,13 @@ def absent(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Re
     return unknown(f"{what} could not be read", scope=scope, fix=fix)
 
 
+def unanswered(facts: Facts, key: str, what: str) -> Result:
+    """As `absent`, of a system call that may not have come back."""
+    if facts.denied.get(f"({key})") == "ETIMEDOUT":
+        return unknown(f"{what} could not be asked for before the deadline", fix="Give it more time (--deadline).")
+    return absent(facts, what)
+
+
 def missing(facts: Facts, what: str, scope: str = "host", *, fix: str = "") -> Result:
     """A fact that its gate cannot do without: unknown, also in a hand-made capture, unless that holds command output only."""
     if facts.partial and not facts.files_captured:

@@ -2,7 +2,7 @@
 
 from kvdoctor.facts import Facts
 from kvdoctor.results import Result, file_evidence
-from kvdoctor.rules.base import SHM, absent, check, other_host, result, skip
+from kvdoctor.rules.base import SHM, check, other_host, result, skip, unanswered
 from kvtools.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -16,7 +16,7 @@ def shm(facts: Facts) -> Result:
     if limits.shm is None and facts.foreign:
         return other_host("the size of /dev/shm")
     if limits.shm is None:
-        return absent(facts, "the size of /dev/shm")
+        return unanswered(facts, "shm", "the size of /dev/shm")
     evidence = [file_evidence(limits.shm_source, format_size(limits.shm))]
     fix = "Start the container with --shm-size 16g or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm."
     commands = ["docker run --shm-size 16g ..."] if facts.environment.in_container else ["mount -o remount,size=50% /dev/shm"]
@@ -84,7 +84,7 @@ def memlock(facts: Facts) -> Result:
     if limits.memlock is None and facts.foreign:
         return other_host("what a process there may lock")
     if limits.memlock is None:
-        return absent(facts, "the locked-memory limit")
+        return unanswered(facts, "ulimit", "the locked-memory limit")
     if limits.memlock < 0:
         return result("pass", "unlimited")
     if limits.cap_ipc_lock:
@@ -106,7 +106,7 @@ def nofile(facts: Facts) -> Result:
     if limits.nofile is None and facts.foreign:
         return other_host("how many files a process there may open")
     if limits.nofile is None:
-        return absent(facts, "the open-files limit")
+        return unanswered(facts, "ulimit", "the open-files limit")
     if 0 <= limits.nofile < NOFILE_WANTED:
         return result(
             "warn",

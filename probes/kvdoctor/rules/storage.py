@@ -32,6 +32,14 @@ def exists(facts: Facts) -> list[Result]:
         if path.probe_error in ("ELOOP", "ENAMETOOLONG", "ENOTDIR"):
             why = {"ELOOP": "its links go in a circle", "ENAMETOOLONG": "its name is too long"}
             return result("fail", why.get(path.probe_error, "a part of it is no directory"), fix="Name a directory.")
+        if path.dangling:
+            target = f'"$(readlink -m -- {quote(path.path)})"'
+            return result(
+                "fail",
+                "a link to a directory that is not there",
+                fix=f"Create what it points at, or mount it: mkdir -p {target}",
+                commands=[f"install -d -m 0700 {target}"],
+            )
         if not path.exists:
             return result(
                 "fail",
@@ -75,6 +83,13 @@ def writable(facts: Facts) -> list[Result]:
         if not path.writable and path.user is not None and path.user != facts.environment.euid:
             told = f"the running kvd, uid {path.user}, writes there; uid {facts.environment.euid}, which asks, may not"
             return result("info", told, why="Whether the daemon may is its own answer: run kvdoctor as its user, or kvd stats.")
+        if not path.writable and facts.environment.euid == 0:
+            return result(
+                "fail",
+                "uid 0 itself may not write there",
+                fix="It is immutable (lsattr -d shows an i: chattr -i), or its server maps root to nobody.",
+                commands=[f"lsattr -d {quote(path.path)}"],
+            )
         if not path.writable:
             return result("fail", f"uid {facts.environment.euid} may not write there", fix="Give the daemon's user the directory.")
         return result("pass", "writable")
