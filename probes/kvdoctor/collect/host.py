@@ -79,15 +79,7 @@ def collect(
     say("storage")
     mdstat = source.read("/proc/mdstat", 1 << 18)
     facts.md = None if mdstat is None else parse_mdstat(mdstat)
-    shares = {path: daemon.share for daemon in running for path in daemon.paths}
-    facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
-    if shape.mapping(case.get("captured")).get("redacted") is True:
-        _forget_mounts(facts, [path for path, _ in choose_paths((), case, {}, (), here=False)])
-    users = {path: daemon.user for daemon in running for path in daemon.paths}
-    for kv in facts.paths:
-        kv.user = users.get(kv.path)
-    for kv in facts.paths if facts.foreign else []:
-        kv.writable = None  # this user, and a read-only bind mount, are not that host's
+    _collect_paths(source, facts, case, chosen, running, want)
     chains = [card.chain for card in facts.gpus] + [block.chain for kv in facts.paths for block in kv.stack]
     kernel.collect_acs(source, facts.kernel, chains)
     say("limits")
@@ -106,6 +98,26 @@ def collect(
     facts.denied = dict(source.denied)
     facts.seconds = round(time.monotonic() - started, 3)
     return facts
+
+
+def _collect_paths(
+    source: Source,
+    facts: Facts,
+    case: dict[str, Any],
+    chosen: list[tuple[str, str]],
+    running: Sequence[engines.Daemon],
+    want: int | None,
+) -> None:
+    """What lies under the KV folders, who uses them, and what of that cannot be told from here."""
+    shares = {path: daemon.share for daemon in running for path in daemon.paths}
+    facts.paths = storage.collect_paths(source, chosen, {path: want or shares.get(path) for path, _ in chosen})
+    if shape.mapping(case.get("captured")).get("redacted") is True:
+        _forget_mounts(facts, [path for path, _ in choose_paths((), case, {}, (), here=False)])
+    users = {path: daemon.user for daemon in running for path in daemon.paths}
+    for kv in facts.paths:
+        kv.user = users.get(kv.path)
+        if facts.foreign:
+            kv.writable = None  # this user, and a read-only bind mount, are not that host's
 
 
 def _forget_mounts(facts: Facts, captured: Sequence[str]) -> None:
