@@ -63,7 +63,10 @@ def test_one_line_reasons() -> None:
     facts = host()
     facts.driver.param_ais_disabled, facts.gpus[0].p2pmem = "1", None
     assert api.direct_reason("/nvme/kv", facts=facts) == "AIS: switched off by ais_disabled=1 (module parameter) (ais.param)"
-    assert api.posix_reason("/nvme/kv", facts=host(paths=[path(writable=False)])) == "uid 0 may not write there (storage.writable)"
+    assert (
+        api.posix_reason("/nvme/kv", facts=host(paths=[path(writable=False)]))
+        == "uid 0 itself may not write there (storage.writable)"
+    )
     assert api.posix_reason("/nvme/kv", facts=host()) == ""
 
 
