@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdoctor.collect import tools
+from kvdoctor.collect.capture_writer import OCCUPIED
 from kvdoctor.collect.holdings import INDEX, INDEX_SCHEMA
 from kvdoctor.facts import Facts, ToolRun
 from kvdoctor.private import Keeper, mount_points
@@ -131,16 +132,12 @@ def write_capture(recording: Recording, facts: Facts, folder: Path, *, redact: b
         )
     if run.state == "ok" and run.rc == 0:
         return
-    if run.rc == WRITER_OCCUPIED:
+    if run.rc == OCCUPIED:
         raise UsageError(run.err.strip(), hint="name a new directory: a capture is never mixed with another")
     number, _, why = run.err.strip().rpartition("\n")[2].partition(" ")
     error = OSError(int(number) if number.isdecimal() else 0, why or f"the writer ended with {run.rc}")
     hint = hint_for(error, "name a directory that you may write")
     raise KvError(f"cannot write {folder}: {error.strerror}", hint=hint)
-
-
-WRITER_OCCUPIED = 3
-"""What the writer exits with where the destination is there and not an empty directory."""
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -126,11 +126,7 @@ def _wrong(word: str, columns: Mapping[str, str]) -> str:
     if column.lower() not in columns:
         if "=" in test and column:
             return ""  # text: names of values hold tier=disk0
-        return (
-            f"no column {column!r} here; columns: {', '.join(dict.fromkeys(columns.values()))}"
-            if column
-            else f"no column stands before {test}"
-        )
+        return _no_column(column, columns) if column else f"no column stands before {test}"
     if not value:
         return f"no number stands behind {column}{test}"
     return "" if number_of(value) is not None else f"{value!r} is no number, percentage or size (for words: {column}:{value})"

@@ -42,9 +42,10 @@ def salted(namespace: bytes, salt: bytes) -> bytes:
     return hashlib.sha256(namespace + salt).digest()
 
 
-def salt_of(*, hash_algorithm: str, hash_seed: str, tenant: str) -> bytes:
-    """The scheduler's part: how block hashes are made, and whose they are."""
-    return hashlib.sha256(json.dumps(["kvd salt 1", hash_algorithm, hash_seed, tenant]).encode()).digest()
+def salt_of(*, hash_algorithm: str, hash_seed: str, tenant: str, request_tenant: str = "") -> bytes:
+    """The scheduler's part: how block hashes are made, and whose they are: the engine's tenant, and the request's within it."""
+    whose = "\0".join(filter(None, (tenant, request_tenant)))
+    return hashlib.sha256(json.dumps(["kvd salt 1", hash_algorithm, hash_seed, whose]).encode()).digest()
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

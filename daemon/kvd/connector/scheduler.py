@@ -583,5 +583,4 @@ class Scheduler:
     def _salt(self, tenant: str) -> bytes:
         """What completes the namespaces, for requests of this tenant (`kvd_namespace`)."""
         algorithm, seed = self._hash_source()
-        words = "\0".join(filter(None, (self._tenant, tenant)))
-        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=words)
+        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=self._tenant, request_tenant=tenant)

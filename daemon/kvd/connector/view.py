@@ -68,8 +68,8 @@ class View:
 
     def salt(self, tenant: str = "") -> bytes:
         """What completes the namespaces, for a request of this tenant (`kvd_namespace`)."""
-        words = "\0".join(filter(None, (self.tenant, tenant)))
-        return salt_of(hash_algorithm=self.hashes.algorithm, hash_seed=self.hashes.none_hash, tenant=words)
+        hashes = self.hashes
+        return salt_of(hash_algorithm=hashes.algorithm, hash_seed=hashes.none_hash, tenant=self.tenant, request_tenant=tenant)
 
     def places(self, tenant: str = "") -> list[Place]:
         """All namespaces that a hit needs, each once: ranks that hold the same bytes share theirs."""

@@ -12,7 +12,7 @@ from kvd.connector.plan import RankIdentity
 from kvd.connector.scheduler import Scheduler
 from kvd.connector.settings import read_settings
 from kvd.connector.view import HashSource, NotAView, View
-from tests.kvd.connector.test_connector_scheduler import FakeRequest
+from tests.kvd.connector.scheduler_bench import FakeRequest
 from tests.support.daemon import MakeDaemon
 from tests.support.processes import wait_until
 

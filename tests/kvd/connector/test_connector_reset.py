@@ -1,27 +1,12 @@
 """What a reset of the engine's caches makes of what is stored: left to others, kept, or cleared."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvd.connector.groups import Group
 from kvd.connector.settings import read_settings
 from kvtools.errors import UsageError
-from tests.kvd.connector.test_connector_scheduler import FULL, WINDOW, Bench, FakeRequest
-
-
-@pytest.fixture
-def bench() -> Iterator[Any]:
-    made: list[Bench] = []
-
-    def make(*groups: Group, **options: Any) -> Bench:
-        made.append(Bench(*groups, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.link.close()
+from tests.kvd.connector.scheduler_bench import FULL, WINDOW, FakeRequest
 
 
 def test_a_reset_clears_every_namespace_this_engine_used(bench: Any) -> None:

@@ -24,7 +24,7 @@ from kvd.connector.plan import Load, Move, RankIdentity, Save
 from kvd.connector.scheduler import Scheduler, Step
 from kvd.connector.settings import read_settings
 from kvd.connector.worker import Results, Worker
-from tests.kvd.connector.test_connector_scheduler import FakeRequest
+from tests.kvd.connector.scheduler_bench import FakeRequest
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.processes import wait_until
 

@@ -140,6 +140,13 @@ SCROLLING: list[Binding | tuple[str, str] | tuple[str, str, str]] = [
     Binding("pageup", "move(-5)", show=False),
 ]
 """Keys of a dialog whose text may be longer than the screen, beside a line to type in."""
+READING = (
+    Binding("down,j", "move(1)", show=False),
+    Binding("up,k", "move(-1)", show=False),
+    Binding("pagedown,space", "move(10)", show=False),
+    Binding("pageup", "move(-10)", show=False),
+)
+"""Keys of one that is only read: letters are free for them."""
 
 
 # --- help --------------------------------------------------------------------------------------------------------------
@@ -173,10 +180,7 @@ class Help(Dialog[None]):
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
         Binding("question_mark,q,f1,h,enter", "close", "close", show=False),
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown,space", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
+        *READING,
     ]
 
     def __init__(self, looks: Styles, keys: Sequence[Key], view: str) -> None:
@@ -201,10 +205,7 @@ class AlertList(Dialog[None]):
 
     BINDINGS = [  # noqa: RUF012 - Textual's own way
         Binding("a,q,enter", "close", "close", show=False),
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown,space", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
+        *READING,
     ]
 
     def __init__(self, looks: Styles, model: Model) -> None:
