@@ -1,8 +1,8 @@
 """`python -m tests.bench`: measures, prints JSON lines and a table, and keeps the results.
 
     --quick        fewer rounds: a look, not a record
-    --only NAME    this measurement (repeatable): startup, doctor, arena, control, room, figures, disk, adapters, serde,
-                   policies, kvtop, gate, elastic, connector, ttft, throughput
+    --only NAME    this measurement (repeatable): startup, doctor, arena, crowd, control, room, figures, disk, adapters,
+                   serde, policies, kvtop, gate, elastic, connector, ttft, throughput
     --json         JSON lines only
     --readme       also write the README's block
     --no-save      leave results.json and RESULTS.md as they are
@@ -25,6 +25,7 @@ MEASUREMENTS = (
     "startup",
     "doctor",
     "arena",
+    "crowd",
     "control",
     "room",
     "figures",

@@ -4,6 +4,7 @@ The longest ping of another client while a pinned prefix of 180 MiB comes up fro
 what faulting in as much takes in one piece; and the least share of a 2 GiB arena that is taken when a value of a random mix
 of 4 KiB to 128 MiB is refused (policy `noop`, a part of what is there deleted each time). And the mean of a tiny get at
 random moments while another process puts 16 MiB values and waits for each to be synced, over the same with nobody else there.
+And puts a second that evict one each, of a full store with many entries, beside one with few.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from tests.bench.measure import Result
+from tests.kvd.service.test_known_weaknesses import evictions_per_second
 from tests.kvd.service.test_loop_latency import CHUNK, CHUNKS, faulting_s, key, longest_ping_s
 from tests.kvd.store.test_room import scene
 from tests.support.daemon import Daemon
@@ -24,6 +26,7 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
     """Waits first."""
     yield _waiting(2 if quick else 5)
     yield _beside_synced_writes(2 if quick else 7)
+    yield _evicting(2 if quick else 9)
     yield asyncio.run(_filling(10 if quick else 60))
 
 
@@ -94,6 +97,13 @@ def _beside_synced_writes(rounds: int) -> Result:
     wait = statistics.median(b - i for b, i in zip(busy, idle, strict=True))
     what = "mean wait of a tiny get beside synced 16 MiB writes, over idle"
     return Result("room.synced", what, max(wait, 0.0), "s", statistics.median(idle), max(wait, 0.0) / 0.0005, 1.0, at_most=True)
+
+
+def _evicting(rounds: int) -> Result:
+    pairs = [(evictions_per_second(200), evictions_per_second(20_000)) for _ in range(rounds)]
+    few, many = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(b / a for a, b in pairs)
+    return Result("room.evicting", "a put that evicts, of 20 000 entries beside of 200", many, "1/s", few, ratio, 1.0)
 
 
 async def _filling(refusals: int) -> Result:
