@@ -144,12 +144,11 @@ def limit(
     """
     from kvtools.ctl.changing import change_limit
 
-    wanted = parse_size(size)
+    wanted, wait_s = parse_size(size), _patience(wait, timeout)
     root = _root(ctx)
     change_limit(
-        find(name, root), wanted, root=root, command="kvctl limit", wait_s=_patience(wait, timeout), dry_run=dry_run, yes=yes,
-        as_json=as_json,
-    )  # fmt: skip
+        find(name, root), wanted, root=root, command="kvctl limit", wait_s=wait_s, dry_run=dry_run, yes=yes, as_json=as_json
+    )
 
 
 @app.command("limit-percent")
@@ -174,6 +173,7 @@ def limit_percent(
 
     share = parse_percent(percent)
     whole = parse_size(total) if total is not None else None
+    wait_s = _patience(wait, timeout)
     if gpu is not None and whole is not None:
         raise UsageError("--gpu and --total exclude each other")
     root = _root(ctx)
@@ -181,8 +181,8 @@ def limit_percent(
     base, what = percent_base(state, gpu=gpu, total_bytes=whole)
     note(f"{share:g} % of {what}, {format_size(base)}")
     change_limit(
-        state, int(base * share / 100), root=root, command="kvctl limit-percent", wait_s=_patience(wait, timeout), dry_run=dry_run,
-        yes=yes, as_json=as_json,
+        state, int(base * share / 100), root=root, command="kvctl limit-percent", wait_s=wait_s, dry_run=dry_run, yes=yes,
+        as_json=as_json,
     )  # fmt: skip
 
 
@@ -203,12 +203,11 @@ def restore(
     from kvtools.ctl.changing import change_limit
     from kvtools.ctl.limits import start_capacity
 
+    wait_s = _patience(wait, timeout)
     root = _root(ctx)
     state = find(name, root)
     size = start_capacity(state, root=root)
-    change_limit(
-        state, size, root=root, command="kvctl restore", wait_s=_patience(wait, timeout), dry_run=dry_run, yes=yes, as_json=as_json
-    )  # fmt: skip
+    change_limit(state, size, root=root, command="kvctl restore", wait_s=wait_s, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @app.command()

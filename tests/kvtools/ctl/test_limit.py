@@ -186,6 +186,12 @@ def test_bad_durations(kvctl: Kvctl, shm: Path, timeout: str) -> None:
     assert kvctl("limit", "x", "1G", "--timeout", timeout).rc == 2
 
 
+@pytest.mark.parametrize("words", [("limit", "nobody", "1G"), ("limit-percent", "nobody", "10"), ("restore", "nobody")])
+def test_a_bad_timeout_is_said_before_any_segment_is_looked_for(kvctl: Kvctl, words: tuple[str, ...]) -> None:
+    ran = kvctl(*words, "--timeout", "soon")
+    assert (ran.rc, "not a duration: 'soon'" in ran.stderr) == (2, True)
+
+
 def test_the_start_value_of_a_kvcached_engine_is_written_one_byte_less(kvctl: Kvctl, shm: Path) -> None:
     """Its engines compare the limit with the start value only: the very same never makes a shrunk pool grow back."""
     pool.create_pool("x", 8 * GiB, root=shm)
