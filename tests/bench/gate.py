@@ -8,7 +8,7 @@ The upstream is a bare asyncio protocol that answers a request with a constant, 
 - one stream of 10 000 chunks: time direct over time through the gate.
 - memory: resident size of the gate with 1000 streams open that say nothing.
 
-`python -m tests.bench.gate` measures this alone. With `--peer DIR` (a checkout of ovg-project/kvcached) the front end of that
+`python -m tests.bench.gate` measures this alone. With KVCACHED_SRC or `--peer DIR` (a checkout of ovg-project/kvcached) the front end of that
 project's controller is asked the same on the same upstream, in the same run; it needs no more than aiohttp and yaml.
 """
 
@@ -295,8 +295,13 @@ async def _numbers(engine: int, port: int, process: psutil.Process, *, quick: bo
 
 
 async def _measure(quick: bool) -> list[Result]:
-    with _engine() as engine, _gate(engine) as (port, process):
-        found = await _numbers(engine, port, process, quick=quick)
+    peers: list[Result] = []
+    with _engine() as engine:
+        with _gate(engine) as (port, process):
+            found = await _numbers(engine, port, process, quick=quick)
+        if source := os.environ.get("KVCACHED_SRC"):
+            with _peer(Path(source), engine) as (port, process):
+                peers = _beside(found, await _numbers(engine, port, process, quick=quick))
     base, added, resident = found.direct * 1e3, found.added * 1e3, found.resident_mib
     (direct, took), cpu = found.stream, found.per_cpu
     memory = f"resident with {IDLE_STREAMS} idle streams"
@@ -305,6 +310,38 @@ async def _measure(quick: bool) -> list[Result]:
         Result("gate.requests", "small requests a second of the gate's CPU", cpu, "1/s", found.per_wall, cpu / 2000, 1.0),
         Result("gate.stream", f"one stream of {CHUNKS} chunks", took, "s", direct, found.share, 0.9),
         Result("gate.memory", memory, resident, "MiB", 150, resident / 150, 1.0, at_most=True),
+        *peers,
+    ]
+
+
+def _beside(gate: Numbers, peer: Numbers) -> list[Result]:
+    """kvgate's figures with the peer's as their floor."""
+    name, of = "gate.peer", "kvcached's front end on the same upstream"
+    added, per_cpu, share = gate.added / peer.added, gate.per_cpu / peer.per_cpu, gate.share / peer.share
+    memory = gate.resident_mib / peer.resident_mib
+    return [
+        Result(
+            f"{name}.latency",
+            f"added latency, p50, beside {of}",
+            gate.added * 1e3,
+            "ms",
+            peer.added * 1e3,
+            added,
+            1.0,
+            at_most=True,
+        ),
+        Result(f"{name}.requests", f"requests a second of CPU, beside {of}", gate.per_cpu, "1/s", peer.per_cpu, per_cpu, 1.0),
+        Result(f"{name}.stream", f"stream's speed as share of direct, beside {of}", gate.share, "", peer.share, share, 1.0),
+        Result(
+            f"{name}.memory",
+            f"resident with {IDLE_STREAMS} idle streams, beside {of}",
+            gate.resident_mib,
+            "MiB",
+            peer.resident_mib,
+            memory,
+            1.0,
+            at_most=True,
+        ),
     ]
 
 

@@ -1,6 +1,7 @@
 """kvd serve's settings: flag > environment > default, turned into Options; and the process around the daemon."""
 
 import asyncio
+import gc
 import grp
 import json
 import logging
@@ -266,6 +267,7 @@ def run(options: Options) -> None:
 
     # A tier's threads run Python too, in between their I/O: the event loop gets its turn back within this, not within 5 ms.
     sys.setswitchinterval(TURN_S)
+    gc.freeze()  # the modules are here for good: looking for garbage among them would stop everybody for 10 ms each time
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(Daemon(options).run())
