@@ -8,8 +8,8 @@ The upstream is a bare asyncio protocol that answers a request with a constant, 
 - one stream of 10 000 chunks: time direct over time through the gate.
 - memory: resident size of the gate with 1000 streams open that say nothing.
 
-`python -m tests.bench.gate` measures this alone. With KVCACHED_SRC or `--peer DIR` (a checkout of ovg-project/kvcached) the front end of that
-project's controller is asked the same on the same upstream, in the same run; it needs no more than aiohttp and yaml.
+`python -m tests.bench.gate` measures this alone. Where KVCACHED_SRC (or `--peer DIR`) names a checkout of ovg-project/kvcached,
+the front end of that project's controller is asked the same on the same upstream, in the same run; it needs aiohttp and yaml.
 """
 
 import asyncio
