@@ -122,7 +122,9 @@ def status(
     """One health word, and why; or, of engines, whether kvd works in them."""
     if engine:
         from kvd import engine_commands
+        from kvd.commands import not_with_engine
 
+        not_with_engine(socket=socket, tiers=tiers)
         engine_commands.status(engine, model, probe, timeout, json)
         return
     from kvd import commands
@@ -174,7 +176,9 @@ def why(
     """Where these keys, or a prompt's, are: in the arena, in a tier, or nowhere, and why not."""
     if engine:
         from kvd import engine_commands
+        from kvd.commands import not_with_engine
 
+        not_with_engine(socket=socket, namespace=namespace)
         engine_commands.why(engine, engine_commands.one_prompt(key), model, timeout, json)
         return
     from kvd import commands
@@ -202,7 +206,9 @@ def prefetch(
     """Bring values up from the tiers into the arena."""
     if engine:
         from kvd import engine_commands
+        from kvd.commands import not_with_engine
 
+        not_with_engine(socket=socket, namespace=namespace)
         engine_commands.prefetch(engine, key, model, max_bytes, timeout, json)
         return
     from kvd import commands

@@ -57,6 +57,14 @@ def only_with_engine(**given: object) -> None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --engine only", hint="name the engine: --engine URL")
 
 
+def not_with_engine(**given: object) -> None:
+    """Raises UsageError for an option about the daemon beside --engine, whose server is asked instead."""
+    for name, value in given.items():
+        if value:
+            hint = "with --engine its own server is asked, which knows its daemon and namespaces: leave one of the two out"
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --engine", hint=hint)
+
+
 def _confirm(question: str, yes: bool) -> None:
     if yes:
         return

@@ -191,15 +191,20 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     engine: dict[str, Any] | None = None
     """The answer of /v1/cache/engine."""
+    silent: Exit | None = None
+    """The exit status that its server not being asked means; None where it was."""
 
     def add(self, name: str, word: str, text: str, hint: str = "") -> None:
         self.checks.append(Check(name, word, text, hint))
 
 
 def status(urls: Sequence[str], model: str | None, probe: bool, timeout: str, json: bool) -> None:
-    """Is it working, for each engine; and whether they all hash alike. Exit 1 where a check fails."""
+    """Is it working, for each engine; and whether they all hash alike. Exit 1 where a check fails, 4 where no server is."""
     seconds = parse_duration(timeout)
-    reports = [look(EngineServer(url, timeout_s=seconds), model, probe) for url in urls]
+    if model and not probe:
+        raise UsageError("--model goes with --probe here", hint="status without --probe asks nothing of a model")
+    servers = [EngineServer(url, timeout_s=seconds) for url in urls]
+    reports = [look(servers[0], model, probe)] if len(urls) == 1 else [_looked(server, model, probe) for server in servers]
     together = compare(reports) if len(reports) > 1 else []
     every = [check for report in reports for check in report.checks] + together
     if json:
@@ -220,7 +225,17 @@ def status(urls: Sequence[str], model: str | None, probe: bool, timeout: str, js
         if together:
             _show_checks("all of them", together)
     if any(check.word == "fail" for check in every):
-        raise typer.Exit(Exit.FAILED)
+        raise typer.Exit(next((report.silent for report in reports if report.silent is not None), Exit.FAILED))
+
+
+def _looked(server: EngineServer, model: str | None, probe: bool) -> Report:
+    """One of several engines: one that cannot be asked is a check that failed, and the others are asked all the same."""
+    try:
+        return look(server, model, probe)
+    except KvError as error:
+        report = Report(server.url, silent=error.exit_code)
+        report.add("server", "fail", error.message, error.hint)
+        return report
 
 
 def _show_checks(title: str, checks: Sequence[Check]) -> None:
@@ -276,12 +291,25 @@ def _connector(report: Report, metrics: Mapping[str, float]) -> None:
         size = f"chunks of {view['chunk_tokens']} tokens, {_count(ranks, 'rank')}, {_count(groups, 'cache group')}"
         text = f"{engine['kv_connector']}, {engine['kv_role']}: {does}; {size}"
         report.add("connector", "ok" if more["saves"] or more["loads"] else "fail", text)
-        if more["daemon_up"]:
-            report.add("daemon", "ok", f"the engine is connected to {more['socket']}")
-        else:
-            report.add(
-                "daemon", "fail", f"the engine finds no daemon at {more['socket']}", "kvd serve, or KVD_SOCKET for the engine"
-            )
+        _daemon(report, more, engine.get("daemon_answers"))
+
+
+def _daemon(report: Report, more: Mapping[str, Any], answers: bool | None) -> None:
+    """The daemon as the engine sees it. `answers`: whether it did just now, None where the engine's kvd is too old to ask."""
+    socket = more["socket"]
+    if answers is False:
+        text = f"no daemon answers the engine at {socket}"
+        report.add("daemon", "fail", text, "is kvd serve running there, and not stopped? KVD_SOCKET tells the engine another place")
+    elif not more["daemon_up"]:
+        text = f"the engine is not connected to the daemon at {socket}"
+        report.add("daemon", "fail", text, "it looks for it every 5 s at least; its log says what was wrong")
+    else:
+        report.add("daemon", "ok", f"the engine is connected to {socket}")
+    if more.get("reset"):
+        text = (
+            "the engine reset its caches: until it restarts it finds nothing stored before, and shares nothing (KVD_RESET=private)"
+        )
+        report.add("reset", "warn", text, "restart it; KVD_RESET=keep is for engines whose weights never change, and only sleep")
 
 
 def _hashes(report: Report) -> None:
@@ -356,8 +384,10 @@ def _traffic(report: Report, metrics: Mapping[str, float]) -> None:
     if errors:
         report.add("faults", "fail", f"{errors:.0f} errors inside the connector", "their tracebacks are in the engine's log")
     elif lost or count("kvd_down"):
-        text = f"{lost:.0f} loads failed and were recomputed; the daemon was lost {count('kvd_down'):.0f} times"
-        report.add("faults", "warn", text)
+        gone = int(count("kvd_down"))
+        parts = [f"{_count(int(lost), 'load')} failed and {'was' if lost == 1 else 'were'} recomputed"] if lost else []
+        parts += [f"{_count(gone, 'connection')} to the daemon {'was' if gone == 1 else 'were'} lost"] if gone else []
+        report.add("faults", "warn", "; ".join(parts))
     else:
         report.add("faults", "ok", "no load failed, no error, the daemon was never lost")
 
@@ -394,7 +424,7 @@ def compare(reports: Sequence[Report]) -> list[Check]:
     elif len(known) > 1:
         checks.append(Check("canary", "ok", f"{len(known)} engines hash a block of known tokens alike"))
     if silent:
-        text = f"unknown for {', '.join(silent)}: kvd's routes are not there, or its seed is random"
+        text = f"unknown for {', '.join(silent)}: no server, no routes of kvd's, or a seed that is random"
         checks.append(
             Check("canary", "unknown", text, "VLLM_PLUGINS=kvd lets the routes in; an engine needs no KvdConnector for that")
         )

@@ -34,14 +34,20 @@ def post(url: str, path: str, key: str, *, query: Mapping[str, Any] | None = Non
 
 
 def _ask(method: str, url: str, path: str, key: str, query: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    where = urlsplit(url)
-    if where.scheme not in {"http", "https"} or not where.hostname:
-        raise UsageError(f"not a gate's URL: {url!r}", hint="write it as http://127.0.0.1:8080")
+    wrong = UsageError(f"not a gate's URL: {url!r}", hint="write it as http://127.0.0.1:8080")
+    try:
+        where = urlsplit(url)
+        port = where.port
+    except ValueError:  # brackets that hold no IPv6 address, a port that is no number
+        raise wrong from None
+    # A request line takes ASCII without blanks; what else there is in a path is written %C3%BC.
+    if where.scheme not in {"http", "https"} or not where.hostname or port == 0 or not all("!" <= char <= "~" for char in url):
+        raise wrong
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     headers = {"authorization": f"Bearer {read_secret(key)}"} if key else {}
     target = where.path.rstrip("/") + path + (f"?{urlencode(query, doseq=True)}" if query else "")
     try:
-        connection = kind(where.hostname, where.port, timeout=timeout_s)
+        connection = kind(where.hostname, port, timeout=timeout_s)
         connection.request(method, target, headers=headers)
         answer = connection.getresponse()
         status, text = answer.status, answer.read(16 << 20)

@@ -103,6 +103,50 @@ def test_a_vllm_without_kvds_routes_is_told_how_to_let_them_in(server: Start) ->
     assert re.search(r"warn +direct +0 B moved GPU-direct; chunks that were not, by reason: no_library 3", ran.stdout)
 
 
+def test_of_several_engines_one_that_is_not_there_is_a_check_and_the_others_are_asked(server: Start) -> None:
+    metrics = "# TYPE vllm:kvd_saves_total counter\nvllm:kvd_saves_total 4.0\nvllm:kvd_down_total 1.0\n"
+    there = server({**VLLM, "/metrics": metrics})
+    ran = run_cli("kvd", "status", "--engine", "http://127.0.0.1:1", "--engine", there, "--json")
+    gone, up = ({check["name"]: check for check in one["checks"]} for one in ran.json()["engines"])
+    assert (ran.rc, gone["server"]["word"], up["saving"]["word"]) == (4, "fail", "ok")
+    assert "no server answers at http://127.0.0.1:1" in gone["server"]["text"]
+    assert up["faults"]["text"] == "1 connection to the daemon was lost"
+    assert [check["word"] for check in ran.json()["together"]] == ["unknown"]
+
+
+def view(**more: Any) -> dict[str, Any]:
+    """What an engine with kvd tells of itself, as far as `kvd status` reads it."""
+    told = {"saves": True, "loads": True, "daemon_up": True, "socket": "/kvd.sock", "seed": "fixed", **more}
+    return {"chunk_tokens": 256, "groups": [[]], "ranks": [{}], "hashes": {"algorithm": "sha256"}, "more": told}
+
+
+@pytest.mark.parametrize(
+    ("answers", "more", "word", "says"),
+    [
+        (True, {}, "ok", "is connected to /kvd.sock"),
+        (None, {}, "ok", "is connected to /kvd.sock"),
+        (False, {}, "fail", "no daemon answers the engine at /kvd.sock"),
+        (True, {"daemon_up": False}, "fail", "the engine is not connected"),
+    ],
+)
+def test_a_daemon_that_hangs_or_is_gone_is_not_said_to_be_connected(
+    server: Start, answers: bool | None, more: dict[str, Any], word: str, says: str
+) -> None:
+    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(**more), "daemon_answers": answers}
+    paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
+    ran = run_cli("kvd", "status", "--engine", server(paths), "--json")
+    check = next(check for check in ran.json()["engines"][0]["checks"] if check["name"] == "daemon")
+    assert (check["word"], ran.rc) == (word, 1 if word == "fail" else 0)
+    assert says in check["text"]
+
+
+def test_an_engine_that_reset_its_caches_is_told_apart(server: Start) -> None:
+    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(reset=True), "daemon_answers": True}
+    paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
+    ran = run_cli("kvd", "status", "--engine", server(paths))
+    assert re.search(r"warn +reset +the engine reset its caches: until it restarts", ran.stdout)
+
+
 @pytest.mark.real("kvd")
 def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
     port = free_port()
@@ -117,6 +161,14 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
         (("why", "--engine", "http://127.0.0.1:1", "-"), 4, "no server answers at http://127.0.0.1:1: Connection refused"),
         (("why", "--engine", "ftp://x", "-"), 2, "not an engine's URL"),
         (("why", "--engine", "http://127.0.0.1:99999", "-"), 2, "not an engine's URL"),
+        (("why", "--engine", "http://[::1", "-"), 2, "not an engine's URL: 'http://[::1'"),
+        (("why", "--engine", "http://127.0.0.1:1/a b", "-"), 2, "not an engine's URL"),
+        (("why", "--engine", "http://127.0.0.1:0", "-"), 2, "not an engine's URL"),
+        (("why", "--engine", "http://127.0.0.1:1", "--timeout", "0", "-"), 2, "a timeout of 0"),
+        (("why", "--engine", "http://127.0.0.1:1", "--namespace", "x", "-"), 2, "--namespace does not go with --engine"),
+        (("prefetch", "--engine", "http://127.0.0.1:1", "--socket", "/x", "-"), 2, "--socket does not go with --engine"),
+        (("status", "--engine", "http://127.0.0.1:1", "--tiers"), 2, "--tiers does not go with --engine"),
+        (("status", "--engine", "http://127.0.0.1:1", "--model", "x"), 2, "--model goes with --probe"),
         (("why", "--engine", "http://127.0.0.1:1", "/nope"), 2, "/nope: No such file or directory"),
         (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
         (("prefetch", "--engine", "http://127.0.0.1:1", "aa", "b"), 2, "prefetch what?"),

@@ -96,6 +96,9 @@ def test_no_gate_and_something_else_there(tmp_path: Path) -> None:
     ran = run_cli("kvgate", "models", "--url", "http://127.0.0.1:1")
     assert ran.rc == 4
     assert ran.stderr.splitlines()[0] == "kvgate: error: cannot reach the gate at http://127.0.0.1:1: Connection refused"
+    for wrong in ("http://[::1", "http://127.0.0.1:x", "http://127.0.0.1:0", "http://127.0.0.1/a b"):
+        ran = run_cli("kvgate", "models", "--url", wrong)
+        assert (ran.rc, ran.stderr.splitlines()[0]) == (2, f"kvgate: error: not a gate's URL: {wrong!r}")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -96,7 +96,7 @@ def variables() -> str:
 def _shown(setting: Setting) -> str:
     """The default as one would write it."""
     default: Any = setting.default
-    ways = {"parse_size": format_size, "parse_duration": format_duration, "_mode": "{:04o}".format}
+    ways = {"parse_size": format_size, "parse_duration": format_duration, "_patience": format_duration, "_mode": "{:04o}".format}
     if setting.name == "chunk_tokens":
         return "`auto`"
     if default is None or default == "" or default == []:

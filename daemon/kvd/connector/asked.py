@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvd.connector.parameters import retention, tenant
 from kvtools.errors import UsageError
 from kvtools.units import parse_size
 
@@ -75,8 +76,8 @@ def read(body: Any) -> Asked:
         fields,
         _deadline(body.get("deadline_s", DEADLINE_S)),
         _bytes(body.get("max_bytes")),
-        str(parameters.get("kvd_namespace") or ""),
-        str(parameters.get("kvd_retention") or parameters.get("infera_retention") or ""),
+        tenant(parameters),
+        retention(parameters),
     )
 
 

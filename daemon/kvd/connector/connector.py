@@ -38,10 +38,11 @@ from kvd.connector.metrics import Counters
 from kvd.connector.plan import Known, Plan, RankIdentity, Report
 from kvd.connector.scheduler import Scheduler, Step
 from kvd.connector.segment import Publisher
-from kvd.connector.settings import read_settings
+from kvd.connector.settings import Settings, read_settings
 from kvd.connector.view import View
 from kvd.connector.worker import Results, Worker
 from kvd.wire.connection import default_socket
+from kvtools.errors import UsageError
 from kvtools.segments.stats import instance_of_path
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._settings = _meant(transfer.kv_connector_extra_config)
         self._counters = Counters()
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
@@ -223,7 +224,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
         def gauges() -> dict[str, int]:
             loads = worker.loading if worker is not None else 0
-            return {"daemon_up": int(link.up), "loads_active": loads, "chunk_tokens": chunk, "groups": groups}
+            return {"daemon_up": int(link.look()), "loads_active": loads, "chunk_tokens": chunk, "groups": groups}
 
         socket = Path(self._settings.socket or default_socket()).absolute()
         labels = {"daemon": instance_of_path(socket), "engine": str(self._kv_transfer_config.engine_id or "")[:12]}
@@ -451,13 +452,22 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def shutdown(self) -> None:
+        # First, since it takes no time: the engine kills its processes when it has waited long enough, or at once.
+        if self._publisher is not None:
+            self._publisher.close()
         if self._worker is not None:
             self._worker.shutdown()
         if self._scheduler is not None:
             self._scheduler.close()
         self._links.close()
-        if self._publisher is not None:
-            self._publisher.close()
+
+
+def _meant(extra: dict[str, Any] | None) -> Settings:
+    """The settings. What cannot be meant ends the start: the engine shows an error's text only, so the hint goes into it."""
+    try:
+        return read_settings(extra)
+    except UsageError as error:
+        raise UsageError(f"{error.message} ({error.hint})" if error.hint else error.message) from None
 
 
 def _hash_source(algorithm: str) -> tuple[str, str]:

@@ -68,7 +68,8 @@ def of_worker(
         "saves": saves,
         "loads": loads,
         "socket": str(settings.socket or default_socket()),
-        "daemon_up": links.save().up,
+        "daemon_up": links.save().look(),
+        "reset": bool(known.tenant) and known.tenant != settings.tenant,
         "prefix_caching": bool(cache.enable_prefix_caching),
     }
 
@@ -97,6 +98,7 @@ def engine_view(answers: Sequence[str], none_hash: str) -> View:
         "socket": first["socket"],
         "daemon_up": all(one["daemon_up"] for one in told),
         "prefix_caching": first["prefix_caching"],
+        "reset": any(one["reset"] for one in told),
         "workers": len(told),
         # The server works the seed out the same way after a restart, where it is not drawn anew in each process.
         "seed": "fixed" if none_hash else "random",

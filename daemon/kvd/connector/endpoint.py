@@ -41,7 +41,8 @@ from kvd.errors import KvdError
 logger = logging.getLogger("vllm.kvd")
 
 RPC_S = 10.0
-CALL_S = 10.0
+CALL_S = 5.0
+"""Less than `kvd why` waits for this server: that the daemon is silent must not look as if the engine were."""
 CONNECT_S = 2.0
 
 
@@ -142,6 +143,7 @@ class KvdEndpoint:
             source = view.hashes
         except Refusal as refusal:
             problem = refusal.message
+        answers = await self._daemon_answers(view) if view is not None else None
         transfer = config.kv_transfer_config
         body: dict[str, Any] = {
             "schema": "kvd.engine/1",
@@ -155,6 +157,7 @@ class KvdEndpoint:
             "hash_tokens": source.tokens,
             "canary": hashing.canary(source) if source.none_hash else None,
             "problem": problem,
+            "daemon_answers": answers,
             "kv_events": self._watch.known,
             "view": json.loads(view.as_json()) if view is not None else None,
             "facts": view.facts if view is not None else None,
@@ -177,6 +180,20 @@ class KvdEndpoint:
             return engine_view(_flat(answers), hashing.server_source(self._engine.vllm_config).none_hash)
         except NotAView as problem:
             raise Refusal(409, str(problem)) from None
+
+    async def _daemon_answers(self, view: View) -> bool:
+        """Whether the daemon answers now. The workers know of their connections: one to a daemon that hangs looks well."""
+        from kvd.wire.client import Client
+
+        def ask() -> bool:
+            try:
+                with Client(view.more.get("socket"), timeout_s=CONNECT_S) as client:
+                    client.ping()
+            except KvdError:
+                return False
+            return True
+
+        return await asyncio.get_running_loop().run_in_executor(None, ask)
 
     async def _understood(self, asked: Asked) -> tuple[View, Prompt]:
         """The engine, and the prompt as block hashes. Raises Refusal."""

@@ -188,6 +188,8 @@ def _remarks(view: View, tokens: int, retention: str, missing: bool) -> list[str
         remarks.append("this engine loads nothing: kv_role kv_producer, or KVD_LOAD=0")
     if not view.more.get("daemon_up", True):
         remarks.append("the engine has no connection to its daemon just now: it computes everything and stores nothing")
+    if view.more.get("reset"):
+        remarks.append("this engine reset its caches: until it restarts it finds nothing stored before (KVD_RESET=private)")
     if missing and view.more.get("seed") == "random":
         remarks.append("the seed of this engine's block hashes is random (PYTHONHASHSEED is not set): nothing outlives it")
     return remarks

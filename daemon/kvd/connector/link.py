@@ -51,6 +51,15 @@ class Link:
         """Whether a call would be tried."""
         return self._client is not None
 
+    def look(self) -> bool:
+        """Whether the daemon is there, a hang-up that no call has met yet included: without that an idle engine's link stays
+        up for ever. Sends nothing; a daemon that is stopped, and not gone, is told by a call only.
+        """
+        client = self._client
+        if client is not None and not client.alive():
+            self._lose(client, Unavailable("it hung up"))
+        return self.up
+
     def start(self) -> None:
         """Look for the daemon in the background from now on."""
         with self._lock:

@@ -29,7 +29,7 @@ COUNTERS = {
     "save_failures": "chunks not stored: no room, or the daemon failed",
     "direct_load_bytes": "bytes of these that came from files past the daemon (GPU-direct)",
     "direct_save_bytes": "bytes of these that went to files past the daemon (GPU-direct)",
-    "down": "times the daemon was lost",
+    "down": "connections to the daemon that were lost: one outage costs each process some",
     "errors": "errors inside the connector (each with a traceback in the log)",
 }
 

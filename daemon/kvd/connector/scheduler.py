@@ -246,9 +246,10 @@ class Scheduler:
                 keys=self._keys_of(request),
                 retention=parameters.retention(given),
                 ttl_s=parameters.ttl(given),
-                tenant=(tenant := str(given.get("kvd_namespace") or "")),
+                tenant=(tenant := parameters.tenant(given)),
                 salt=self._salt(tenant),
             )
+            parameters.say_strangers(given)
         return found
 
     def match(self, request: Request, computed: int) -> int | None:

@@ -13,23 +13,45 @@ from typing import Any
 from kvd.connector.direct_io import BACKENDS
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import UsageError
-from kvtools.units import parse_duration, parse_size
+from kvtools.units import format_duration, parse_duration, parse_size
+
+MOST_TOKENS = 1 << 24
+"""Tokens of a chunk: more than any prompt has."""
+MOST_THREADS = 256
+LEAST_S = 0.001
 
 
 def _chunk_tokens(text: str) -> int | None:
     if text.strip().lower() == "auto":
         return None
-    return _positive(text)
+    return _positive(text, MOST_TOKENS, "auto, or a number of tokens")
 
 
-def _positive(text: str) -> int:
+def _threads(text: str) -> int:
+    return _positive(text, MOST_THREADS, "a number of threads")
+
+
+def _positive(text: str, most: int, what: str) -> int:
     try:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise UsageError(f"not a positive whole number: {text!r}")
+    if not 1 <= value <= most:
+        raise UsageError(f"not a whole number from 1 to {most}: {text!r}", hint=f"write {what}")
     return value
+
+
+def _patience(text: str) -> float:
+    """A time that something may take. With none at all it would always fail."""
+    seconds = parse_duration(text)
+    if seconds < LEAST_S:
+        raise UsageError(f"not a time from {format_duration(LEAST_S)} up: {text!r}", hint="write a time, such as 500ms or 30s")
+    return seconds
+
+
+def _word(text: str) -> str | None:
+    """A text; an empty one is none at all, as an unset variable would be."""
+    return text or None
 
 
 def _switch(text: str) -> bool:
@@ -75,7 +97,9 @@ def _backend(text: str) -> str:
 
 
 SETTINGS = [
-    Setting("socket", str, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="the daemon's socket (default: where kvd serve has it)"),
+    Setting(
+        "socket", _word, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="the daemon's socket (default: where kvd serve has it)"
+    ),
     Setting(
         "chunk_tokens",
         _chunk_tokens,
@@ -86,9 +110,9 @@ SETTINGS = [
     Setting("save", _switch, True, ("KVD_SAVE",), help="store what this engine computes (kv_role kv_consumer turns it off)"),
     Setting("load", _switch, True, ("KVD_LOAD",), help="load what is stored (kv_role kv_producer turns it off)"),
     Setting("tenant", str, "", ("KVD_TENANT",), help="mixed into every namespace: engines with different words share nothing"),
-    Setting("lookup_timeout_s", parse_duration, 1.0, ("KVD_LOOKUP_TIMEOUT",), help="longest that a look-up holds up the engine"),
-    Setting("save_timeout_s", parse_duration, 1.0, ("KVD_SAVE_TIMEOUT",), help="longest that one save may hold up a step"),
-    Setting("load_timeout_s", parse_duration, 30.0, ("KVD_LOAD_TIMEOUT",), help="after this a load has failed; it is recomputed"),
+    Setting("lookup_timeout_s", _patience, 1.0, ("KVD_LOOKUP_TIMEOUT",), help="longest that a look-up holds up the engine"),
+    Setting("save_timeout_s", _patience, 1.0, ("KVD_SAVE_TIMEOUT",), help="longest that one save may hold up a step"),
+    Setting("load_timeout_s", _patience, 30.0, ("KVD_LOAD_TIMEOUT",), help="after this a load has failed; it is recomputed"),
     Setting(
         "pin_s",
         parse_duration,
@@ -142,13 +166,13 @@ SETTINGS = [
     ),
     Setting(
         "direct_library",
-        str,
+        _word,
         None,
         ("KVD_DIRECT_LIBRARY",),
         help="the hipFile or cuFile library, where it is not found by its name",
     ),
     Setting("stats", _switch, True, ("KVD_STATS",), help="publish live numbers in shared memory, for kvtop and kvdoctor"),
-    Setting("load_threads", _positive, 2, ("KVD_LOAD_THREADS",), help="requests loaded at the same time, per worker"),
+    Setting("load_threads", _threads, 2, ("KVD_LOAD_THREADS",), help="requests loaded at the same time, per worker"),
 ]
 
 
@@ -226,11 +250,15 @@ def _strangers(environ: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _as_text(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON numbers and booleans as the text the parsers read."""
-    return {key: str(value) if not isinstance(value, bool) else str(int(value)) for key, value in extra.items()}
+    """JSON numbers and booleans as the text the parsers read, under the settings' names: a variable's name is understood too."""
+    named = {name: setting.name for setting in SETTINGS for name in setting.environment}
+    return {
+        named.get(key.upper(), key): str(value) if not isinstance(value, bool) else str(int(value)) for key, value in extra.items()
+    }
 
 
 def _first(extra: Mapping[str, Any] | None, environ: Mapping[str, str] | None) -> dict[str, str]:
     """The environment without what `extra` sets: what is written for one engine wins over what all of them inherit."""
-    hidden = {name for setting in SETTINGS if setting.name in (extra or {}) for name in setting.environment}
+    written = _as_text(extra or {})
+    hidden = {name for setting in SETTINGS if setting.name in written for name in setting.environment}
     return {name: value for name, value in (os.environ if environ is None else environ).items() if name not in hidden}

@@ -105,8 +105,13 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def _folder(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+def _path(text: str) -> Path | None:
+    """A path; an empty text is none at all, as an unset variable would be, and not the current directory."""
+    return Path(text) if text else None
+
+
+def _folder(text: str) -> Path | None:
+    return Path(text).expanduser().absolute() if text else None
 
 
 def _paths(text: str) -> list[Path]:
@@ -127,7 +132,7 @@ class JsonLines(logging.Formatter):
 
 
 SETTINGS = (
-    Setting("socket", Path, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="The daemon's socket."),
+    Setting("socket", _path, None, ("KVD_SOCKET", "INFERA_KVD_SOCKET"), help="The daemon's socket."),
     Setting("max_bytes", parse_size, 8 << 30, ("KVD_MAX_BYTES",), help="Size of the arena."),
     Setting("gds_l1_path", _folder, None, ("KVD_GDS_L1_PATH",), help="Folder on NVMe for the arena, for GPU-direct engines."),
     Setting("long_path", _paths, [], ("KVD_LONG_PATH",), help="Directories of the disk tier."),

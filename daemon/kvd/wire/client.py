@@ -93,6 +93,11 @@ class Client:
                 link = self._link = Connection(self.path, timeout_s=self.timeout_s)
             return link
 
+    def alive(self) -> bool:
+        """Whether the daemon has not hung up since the last call: one system call, and nothing is sent. True before the first."""
+        link = self._link
+        return link is None or link.alive()
+
     def _writer(self) -> Connection:
         link = self.connect()
         if link.mapping.write_view is None:

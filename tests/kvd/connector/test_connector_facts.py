@@ -38,9 +38,12 @@ def test_older_names_are_understood_and_said() -> None:
 @pytest.mark.parametrize(
     ("extra", "environ", "named"),
     [
-        ({}, {"KVD_CHUNK_TOKENS": "many"}, "chunk_tokens (env:KVD_CHUNK_TOKENS): not a positive whole number: 'many'"),
-        ({}, {"KVD_CHUNK_TOKENS": "0"}, "not a positive whole number: '0'"),
+        ({}, {"KVD_CHUNK_TOKENS": "many"}, "chunk_tokens (env:KVD_CHUNK_TOKENS): not a whole number from 1 to 16777216: 'many'"),
+        ({}, {"KVD_CHUNK_TOKENS": "0"}, "not a whole number from 1 to 16777216: '0'"),
         ({}, {"KVD_LOAD_TIMEOUT": "soon"}, "load_timeout_s (env:KVD_LOAD_TIMEOUT): not a duration: 'soon'"),
+        ({}, {"KVD_CHUNK_TOKENS": "9" * 20}, "not a whole number from 1 to 16777216"),
+        ({}, {"KVD_LOAD_THREADS": "1000000"}, "load_threads (env:KVD_LOAD_THREADS): not a whole number from 1 to 256"),
+        ({}, {"KVD_LOAD_TIMEOUT": "0"}, "load_timeout_s (env:KVD_LOAD_TIMEOUT): not a time from 1.0 ms up: '0'"),
         ({}, {"KVD_SAVE": "maybe"}, "save (env:KVD_SAVE): neither on nor off: 'maybe'"),
         ({"sokcet": "/x"}, {}, "unknown key 'sokcet' in kv_connector_extra_config"),
     ],

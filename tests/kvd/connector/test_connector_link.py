@@ -17,6 +17,10 @@ from tests.support.processes import wait_until
 class Client:
     def __init__(self) -> None:
         self.closed = False
+        self.there = True
+
+    def alive(self) -> bool:
+        return self.there
 
     def close(self) -> None:
         self.closed = True
@@ -66,6 +70,25 @@ def test_one_failure_takes_it_down_and_the_next_call_does_not_wait(error: Except
         assert losses == [1]
         link._connect = Client
         assert wait_up(link, 10)
+
+
+def test_an_idle_link_sees_that_the_daemon_hung_up() -> None:
+    clients: list[Client] = []
+
+    def connect() -> Client:
+        if clients:
+            raise Unavailable("no daemon")
+        clients.append(Client())
+        return clients[0]
+
+    with Link("test", connect) as link:
+        link.start()
+        assert wait_up(link, 5)
+        assert link.look()
+        clients[0].there = False
+        assert not link.look()
+        assert clients[0].closed
+        assert not link.up
 
 
 def test_other_errors_are_the_callers() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvd.connector import parameters
 from kvd.connector.groups import Group
 from kvd.connector.plan import RankIdentity, Report
 from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler
@@ -265,7 +266,7 @@ def test_without_a_prefix_cache_of_its_own_nobody_waits(bench: Any) -> None:
 def test_retention_ttl_and_tenant_come_with_the_request(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     one = bench()
     plans = {}
-    for name, parameters in {
+    for name, given in {
         "none": {"kvd_retention": "none"},
         "short": {"kvd_retention": "short", "kvd_ttl_seconds": 60},
         "old": {"infera_retention": "ephemeral", "infera_ttl_seconds": "5"},
@@ -273,7 +274,7 @@ def test_retention_ttl_and_tenant_come_with_the_request(bench: Any, caplog: pyte
         "odd": {"kvd_retention": "for ever", "kvd_ttl_seconds": -3},
         "list": ["no", "mapping"],
     }.items():
-        request = FakeRequest(name, 512, kv_transfer_params=parameters)
+        request = FakeRequest(name, 512, kv_transfer_params=given)
         one.scheduler.arrived(request)
         plans[name] = one.run(request, 0, 512).saves
     assert plans["none"] == []
@@ -283,8 +284,28 @@ def test_retention_ttl_and_tenant_come_with_the_request(bench: Any, caplog: pyte
         ("long", None),
     ]
     assert plans["tenant"][0].salt != plans["odd"][0].salt
-    assert "unknown retention" in caplog.text
+    assert "kvd_retention 'for ever' is none of" in caplog.text
     assert "kvd_ttl_seconds" in caplog.text
+
+
+def test_a_tenant_that_is_no_text_is_a_tenant_all_the_same_and_a_misspelled_field_is_named(
+    bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = bench()
+    salts = {}
+    for number, name in enumerate([None, "", 0, False, [], "them"]):
+        request = FakeRequest(f"r{number}", 512, kv_transfer_params={"kvd_namespace": name, "kvd_retension": "none"})
+        salts[repr(name)] = one.scheduler.arrived(request).salt
+    everybody = salts.pop("None")
+    assert salts.pop("''") == everybody
+    assert len({everybody, *salts.values()}) == 5
+    assert "kvd_namespace 0 is not a text; taken as '0'" in caplog.text
+    assert "'kvd_retension' in kv_transfer_params means nothing" in caplog.text
+    for odd in (False, 0, "x" * 5000):
+        assert parameters.retention({"kvd_retention": odd}) == "long"
+        assert parameters.ttl({"kvd_ttl_seconds": odd}) is None
+    assert parameters.ttl({"kvd_ttl_seconds": True}) is None
+    assert "x" * 100 not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,8 @@ def test_without_a_daemon_an_engine_starts_and_serves(tmp_path: Path) -> None:
 
 def test_a_setting_that_cannot_be_meant_ends_the_start_by_name(tmp_path: Path) -> None:
     engine = Engine(model(), tmp_path / "nobody.sock", env={"KVD_CHUNK_TOKENS": "plenty"})
-    with pytest.raises(AssertionError, match=r"chunk_tokens \(env:KVD_CHUNK_TOKENS\): not a positive whole number: 'plenty'"):
+    with pytest.raises(
+        AssertionError, match=r"chunk_tokens \(env:KVD_CHUNK_TOKENS\): not a whole number from 1 to 16777216: 'plenty'"
+    ):
         engine.wait()
     engine.stop()
