@@ -136,8 +136,8 @@ def test_stopped_at_any_moment(place: Place) -> None:
         number = chance.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
         seconds = chance.uniform(0, 9)
         ran = stopped(place, number, seconds=seconds, twice=chance.random() < 0.3)
-        # Before its handlers are set the signal itself ends it, with nothing made yet.
-        assert ran.rc in (0, 130, -number), (seconds, ran)
+        # Before its handlers are set the signal itself ends it, or the interpreter's own start, with nothing made yet.
+        assert ran.rc in (0, 130, -number) or "init_import_site" in ran.stderr, (seconds, ran)
         place.nothing_left()
 
 

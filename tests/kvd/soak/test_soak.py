@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -117,6 +118,8 @@ class Disk:
 
     def __init__(self, place: Path, chance: random.Random) -> None:
         self.tier, self.hog = place / "tier", place / "hog"
+        shutil.rmtree(self.tier, ignore_errors=True)  # of a shorter soak before
+        self.hog.unlink(missing_ok=True)
         self.tier.mkdir()
         self.chance = chance
 
