@@ -4,6 +4,7 @@ A command declares its settings as a list of `Setting`; `resolve` gives a `Resol
 Secrets take `env:NAME` or `file:PATH` (mode 0600); a literal works with a warning and is shown as ***.
 """
 
+import importlib
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -78,19 +79,51 @@ def resolve(
 
 
 def read_secret(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """The secret meant by 'env:NAME', 'file:PATH' (must be 0600 or tighter) or the text itself. Raises UsageError."""
+    """The secret meant by 'env:NAME', 'file:PATH' (must be 0600 or tighter) or the text itself. Raises UsageError.
+
+    What is empty is no secret: a variable or a file that somebody forgot to fill must not mean "no password".
+    """
     environ = os.environ if environ is None else environ
     if text.startswith("env:"):
         name = text[4:]
         if name not in environ:
             raise UsageError(f"secret: environment variable {name} is not set")
+        if not environ[name]:
+            raise UsageError(f"secret: environment variable {name} is empty")
         return environ[name]
     if text.startswith("file:"):
-        path = Path(text[5:])
-        try:
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise UsageError(f"secret file {path} is readable by others", hint=f"chmod 600 {path}")
-            return path.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"secret file {path}: {error.strerror}") from None
+        return _secret_file(Path(text[5:]))
     return text
+
+
+def _secret_file(path: Path) -> str:
+    """The secret in a file, or what a pipe gives (a shell's <(...)). Raises UsageError."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+            raise UsageError(f"secret file {path} is no file", hint="name a file that holds the secret and nothing else")
+        if stat.S_IMODE(mode) & 0o077:
+            raise UsageError(f"secret file {path} is readable by others", hint=f"chmod 600 {path}")
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"secret file {path}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"secret file {path} is no text", hint="a key is written out: openssl rand -hex 32") from None
+    if not secret:
+        raise UsageError(f"secret file {path} is empty")
+    return secret
+
+
+def load_object(module: str, attribute: str) -> Any:
+    """What a configuration names as its own code. Raises UsageError, whatever the module does when it is imported."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"cannot import {module}: {error}", hint="is it on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:  # an edge: a name that no module can have, and whatever a user's module raises
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UsageError(f"cannot import {module!r}: {said}", hint="named as in an import: package.module") from error
+    try:
+        return getattr(found, attribute)
+    except AttributeError:
+        raise UsageError(f"{module} has no {attribute or 'attribute without a name'}") from None

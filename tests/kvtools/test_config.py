@@ -57,3 +57,22 @@ def test_secrets_by_environment_and_file(tmp_path: Path) -> None:
         read_secret(f"file:{file}")
     with pytest.raises(UsageError, match="No such file"):
         read_secret(f"file:{tmp_path / 'none'}")
+
+
+def test_what_is_no_secret_says_so_and_gives_no_bad_advice(tmp_path: Path) -> None:
+    """An empty one would mean "no password"; and nobody should be told to change the mode of a folder or a device."""
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.write_text("\n")
+    binary.write_bytes(b"\xff\xfe")
+    for file in (empty, binary):
+        file.chmod(0o600)
+    for given, says in (
+        (f"file:{empty}", "is empty"),
+        (f"file:{binary}", "is no text"),
+        (f"file:{tmp_path}", "is no file"),
+        ("file:/dev/zero", "is no file"),
+        ("env:T", "variable T is empty"),
+    ):
+        with pytest.raises(UsageError, match=says) as caught:
+            read_secret(given, {"T": ""})
+        assert "chmod" not in caught.value.hint

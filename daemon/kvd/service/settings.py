@@ -42,16 +42,21 @@ def _mode(text: str) -> int:
     return int(text, 8)
 
 
+def _digits(text: str) -> bool:
+    """Whether it is a whole number as one types it: str.isdigit alone takes characters that int does not."""
+    return text.isascii() and text.isdigit()
+
+
 def _uid(text: str) -> int:
     try:
-        return int(text) if text.isdigit() else pwd.getpwnam(text).pw_uid
+        return int(text) if _digits(text) else pwd.getpwnam(text).pw_uid
     except KeyError:
         raise UsageError(f"no such user: {text!r}") from None
 
 
 def _gid(text: str) -> int:
     try:
-        return int(text) if text.isdigit() else grp.getgrnam(text).gr_gid
+        return int(text) if _digits(text) else grp.getgrnam(text).gr_gid
     except KeyError:
         raise UsageError(f"no such group: {text!r}") from None
 
@@ -71,14 +76,14 @@ def _switch(text: str) -> bool:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    if not _digits(text) or not 0 < int(text) < 65536:
         raise UsageError(f"not a port: {text!r}", hint="a number from 1 to 65535")
     return int(text)
 
 
 def _node(text: str) -> int:
     there = sorted(int(path.name[4:]) for path in NODES.glob("node[0-9]*"))
-    if not text.isdigit() or (there and int(text) not in there):
+    if not _digits(text) or (there and int(text) not in there):
         raise UsageError(f"no such NUMA node: {text!r}", hint="this host has " + (", ".join(map(str, there)) or "none"))
     return int(text)
 
@@ -111,7 +116,16 @@ def _path(text: str) -> Path | None:
 
 
 def _folder(text: str) -> Path | None:
-    return Path(text).expanduser().absolute() if text else None
+    try:
+        return Path(text).expanduser().absolute() if text else None
+    except RuntimeError as error:  # ~somebody who is not there
+        raise UsageError(f"not a folder: {text!r}: {error}") from None
+
+
+def _address(text: str) -> str:
+    if not text.strip():
+        raise UsageError("an empty address is every address", hint="such as 127.0.0.1; 0.0.0.0 where all of them are meant")
+    return text
 
 
 def _paths(text: str) -> list[Path]:
@@ -181,7 +195,7 @@ SETTINGS = (
     ),
     Setting("drain_timeout", parse_duration, 20.0, ("KVD_DRAIN_TIMEOUT",), help="For pending writes when stopping."),
     Setting("metrics_port", _port, None, ("KVD_METRICS_PORT",), help="Port of /metrics, /healthz and /readyz."),
-    Setting("metrics_host", str, "127.0.0.1", ("KVD_METRICS_HOST",), help="Address they listen on."),
+    Setting("metrics_host", _address, "127.0.0.1", ("KVD_METRICS_HOST",), help="Address they listen on."),
     Setting("log_format", _word("log format", "text", "json"), "text", ("KVD_LOG_FORMAT",), help="How log lines look."),
     Setting(
         "log_level", _word("log level", "DEBUG", "INFO", "WARNING", "ERROR"), "INFO", ("KVD_LOG_LEVEL",), help="What is logged."

@@ -11,7 +11,6 @@ policy's answer is taken instead: a defect there costs no value and stops no thr
 """
 
 import difflib
-import importlib
 import logging
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvd.store.identity import Identity
 from kvd.store.retention import Retention
 from kvd.tiers.adapters.base import Capabilities
+from kvtools.config import load_object
 from kvtools.errors import UsageError
 
 log = logging.getLogger("kvd.tiers")
@@ -125,11 +125,9 @@ def _find(what: str, name: str, table: dict[str, Callable[[], P]], kind: type[P]
     elif ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            make = getattr(importlib.import_module(module), attribute)
-        except ImportError as error:
-            raise UsageError(f"{what} {name}: cannot import {module}: {error}", hint="is it on PYTHONPATH?") from None
-        except AttributeError:
-            raise UsageError(f"{what} {name}: {module} has no {attribute}") from None
+            make = load_object(module, attribute)
+        except UsageError as error:
+            raise UsageError(f"{what} {name}: {error.message}", hint=error.hint) from None
     else:
         points: dict[str, Any] = {point.name: point for point in entry_points(group=group)}
         if name not in points:
@@ -139,11 +137,12 @@ def _find(what: str, name: str, table: dict[str, Callable[[], P]], kind: type[P]
             raise UsageError(f"unknown {what} {name!r}", hint=hint)
         try:
             make = points[name].load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"{what} {name}: cannot load {points[name].value}: {error}") from None
+        except (Exception, SystemExit) as error:  # an edge: whatever a user's package raises when it is imported
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UsageError(f"{what} {name}: cannot load {points[name].value}: {said}") from error
     try:
         made = make()
-    except Exception as error:  # an edge: whatever the user's class raises is a mistake in the configuration
+    except (Exception, SystemExit) as error:  # an edge: whatever the user's class raises is a mistake in the configuration
         raise UsageError(f"{what} {name}: {error!r}", hint="it is made without arguments") from error
     if not isinstance(made, kind):
         raise UsageError(f"{what} {name}: {make!r} makes no kvd.tiers.policies.{kind.__name__}")
@@ -187,7 +186,7 @@ class Asking:
     def _ask(self, policy: object, method: str, ask: Callable[[], A], default: A) -> A:
         try:
             return ask()
-        except Exception:  # an edge: a user's policy must not cost a value
+        except (Exception, SystemExit):  # an edge: a user's policy must not cost a value, nor the daemon
             if name := self._note(policy, method):
                 log.exception("policy %s failed: %s", name, INSTEAD)
             return default

@@ -330,7 +330,7 @@ def test_loads_and_stores_at_once_never_mix(subject: Subject) -> None:
     "spec",
     [
         {"type": "resp", "host": "127.0.0.1"},
-        {"type": "s3", "bucket": "b", "aws_access_key_id": "a", "aws_secret_access_key": "b"},
+        {"type": "s3", "bucket": "kv-cache", "aws_access_key_id": "a", "aws_secret_access_key": "b"},
         {"type": "lmcache"},
         {"type": "hfbucket", "bucket_handle": "hf://buckets/a/b"},
         {"type": "mooncake_store", "local_hostname": "127.0.0.1"},

@@ -59,7 +59,10 @@ def test_adapters_come_in_the_given_order_with_names_of_their_own(tmp_path: Path
         ({"type": "dsk"}, "--l2-adapter 1: unknown type 'dsk'"),
         ({"type": ["disk"]}, "--l2-adapter 1: unknown type ['disk']"),
         ({"type": "disk"}, "adapter disk (disk): field 'path' is missing"),
-        ({"type": "disk", "path": ""}, "adapter disk (disk): field 'path': not a text: ''"),
+        ({"type": "disk", "path": ""}, "adapter disk (disk): field 'path': not a path: ''"),
+        ({"type": "disk", "path": "/x\ud800"}, "adapter disk (disk): field 'path': not a path: '/x\\ud800'"),
+        ({"type": "disk", "path": "~nobody-of-that-name/x"}, "adapter disk (disk): field 'path': not a path: '~nobody"),
+        ({"type": "disk", "path": "/x", "name": "arena"}, "--l2-adapter 1: the name 'arena' is that of the RAM"),
         ({"type": "disk", "path": "/x", "max_byte": 1}, "adapter disk (disk): unknown field 'max_byte'"),
         ({"type": "disk", "path": "/x", "max_bytes": 5}, "adapter disk (disk): field 'max_bytes': 5 is too small"),
         ({"type": "disk", "path": "/x", "max_bytes": True}, "adapter disk (disk): field 'max_bytes': not a size: True"),
@@ -67,11 +70,40 @@ def test_adapters_come_in_the_given_order_with_names_of_their_own(tmp_path: Path
         ({"type": "disk", "path": "/x", "name": "a b"}, "--l2-adapter 1: not a name: 'a b'"),
         ({"type": "disk", "path": "/x", "eviction": {"eviction_policy": "LRU"}}, "adapter disk (disk): field 'eviction'"),
         ({"type": "plugin", "module_path": "no.such", "class_name": "X"}, "adapter plugin (plugin): cannot import no.such"),
+        ({"type": "plugin", "module_path": "../x", "class_name": "X"}, "adapter plugin (plugin): cannot import '../x': TypeError"),
         ({"type": "plugin", "module_path": "json", "class_name": "X"}, "adapter plugin (plugin): json has no X"),
+        ({"type": "resp", "host": "kv.example:6379"}, "adapter resp (resp): field 'host': not a host: 'kv.example:6379'"),
+        ({"type": "resp", "host": "a\ud800"}, "adapter resp (resp): field 'host': not a text"),
+        ({"type": "resp", "host": "a", "tls_ca": "/no/such"}, "adapter resp (resp): field 'tls_ca' without tls"),
+        (
+            {"type": "resp", "host": "a", "tls": True, "tls_ca": "/no/such"},
+            "adapter resp (resp): field 'tls_ca': /no/such: No such",
+        ),
+        (
+            {"type": "resp", "host": "a", "tls": True, "tls_ca": __file__},
+            f"adapter resp (resp): field 'tls_ca': {__file__}: no",
+        ),
+        ({"type": "s3", "bucket": "kv"}, "adapter s3 (s3): field 'bucket': not a bucket's name: 'kv'"),
+        ({"type": "s3", "bucket": "cache/kv"}, "adapter s3 (s3): field 'bucket': not a bucket's name: 'cache/kv'"),
+        ({"type": "s3", "bucket": "abc", "s3_endpoint": "ftp://a"}, "adapter s3 (s3): field 's3_endpoint': not a URL of a server"),
+        (
+            {"type": "s3", "bucket": "abc", "aws_access_key_id": "k"},
+            "adapter s3 (s3): field 'aws_secret_access_key' is missing",
+        ),
+        ({"type": "lmcache", "remote_url": "lm://a:²"}, "adapter lmcache (lmcache): field 'remote_url': not lm://HOST:PORT"),
+        (
+            {"type": "mooncake_store", "master_server_address": "a:²", "local_hostname": "a"},
+            "adapter mooncake_store (mooncake_store): field 'master_server_address': not host:port",
+        ),
+        (
+            {"type": "fault_inject", "inner": {"type": "fault_inject"}},
+            "adapter fault_inject (fault_inject): field 'inner': adapter fault_inject (fault_inject): field 'inner' is missing",
+        ),
         ({"type": "plugin", "module_path": "json", "class_name": "JSONDecoder"}, "adapter plugin (plugin): JSONDecoder is no"),
     ],
 )
-def test_what_cannot_be_meant_is_named(spec: dict[str, Any], line: str) -> None:
+def test_what_cannot_be_meant_is_named(spec: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
     with pytest.raises(AdapterConfigError) as caught:
         registry.build([spec])
     assert caught.value.message.startswith(line)
@@ -98,6 +130,34 @@ def test_a_class_of_the_users() -> None:
     assert made.colour == "blue"  # type: ignore[attr-defined]
     with pytest.raises(AdapterConfigError, match="does not take adapter_params"):
         registry.build([{**spec, "adapter_params": {"color": "blue"}}])
+
+
+class Fails:
+    """A module of the user's that fails when it is imported, or whose class fails when it is made."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "fails_on_import.py").write_text("raise SystemExit('not\\nfor import')\n")
+        (folder / "fails_when_made.py").write_text(
+            "from kvd.tiers.adapters.mock import MockAdapter\n"
+            "class Mine(MockAdapter):\n"
+            "    def __init__(self, name):\n"
+            "        raise LookupError('no\\nluck')\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("fails_on_import", "adapter plugin (plugin): cannot import 'fails_on_import': SystemExit: not for import"),
+        ("fails_when_made", "adapter plugin (plugin): Mine cannot be made: LookupError: no luck"),
+    ],
+)
+def test_whatever_a_users_class_raises_is_a_line(module: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fails(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        registry.build([{"type": "plugin", "module_path": module, "class_name": "Mine"}])
+    assert caught.value.message == line
 
 
 def test_a_library_that_is_not_there_names_the_extra() -> None:
@@ -149,11 +209,15 @@ def test_eviction_drops_what_must_go_and_a_share_when_told() -> None:
         ("3", "--l2-adapter is not a JSON object"),
         ('{"type": "disk", "type": "fs"}', "--l2-adapter: field 'type' is given twice"),
         ("@/no/such/file", "--l2-adapter @/no/such/file: No such file or directory"),
+        ("@/dev/null", "--l2-adapter @/dev/null is no JSON: Expecting value"),
+        ('{"type": ' + "[" * 100_000, "--l2-adapter is no JSON: too many brackets"),
+        ('{"max_bytes": ' + "1" * 5000 + "}", "--l2-adapter is no JSON: Exceeds the limit"),
     ],
 )
 def test_what_is_no_specification(given: str, line: str) -> None:
-    with pytest.raises(UsageError, match=line[:30]):
+    with pytest.raises(UsageError) as caught:
         registry.parse_spec(given)
+    assert caught.value.message.startswith(line)
 
 
 def test_environment_file_and_flag_say_the_same(tmp_path: Path) -> None:
@@ -210,7 +274,7 @@ def test_a_long_backend_is_the_tier_of_that_name(tmp_path: Path) -> None:
         ("mooncake", {"type": "mooncake_store", "master_server_address": "h:1", "local_hostname": "h"}, "mooncake"),
         ("huggingface_hub", {"type": "hfbucket", "bucket_handle": "hf://buckets/a/b"}, "hf"),
         ("redis", {"type": "resp", "host": "h"}, "redis"),
-        ("obstore", {"type": "s3", "bucket": "b"}, "s3"),
+        ("obstore", {"type": "s3", "bucket": "kv-cache"}, "s3"),
     ],
 )
 @pytest.mark.real("kvd")

@@ -165,7 +165,7 @@ def test_what_cannot_be_meant(more: dict[str, Any], line: str) -> None:
 
 
 def test_endpoints() -> None:
-    made = registry.build([{"type": "s3", "bucket": "b", "s3_endpoint": "minio:9000", "disable_tls": True}])[0]
+    made = registry.build([{"type": "s3", "bucket": "kv-cache", "s3_endpoint": "minio:9000", "disable_tls": True}])[0]
     assert isinstance(made, S3Adapter)
     assert made.where == "https://minio:9000/b"
     made.close()

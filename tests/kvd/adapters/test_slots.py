@@ -1,20 +1,24 @@
 """`raw_block` and `dax`: whose device it is, what a crash leaves, geometry, a real loop device."""
 
+import errno
+import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.store.retention import Retention
-from kvd.tiers.adapters import registry
+from kvd.tiers.adapters import raw_block, registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored
 from kvd.tiers.adapters.raw_block import FileMedium, RawBlockAdapter
 from kvd.tiers.adapters.slots import BLOCK, _header
 from tests.kvd.adapters.subjects import RawBlock
 from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
+from tests.support.processes import run_cli
 
 SLOT = 12 << 10
 
@@ -43,6 +47,67 @@ def test_one_daemon_a_device(tmp_path: Path) -> None:
     second = raw_at(tmp_path / "slots")
     second.open()
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"type": "raw_block", "device_path": "{}/no/file", "slot_bytes": "8K", "capacity_bytes": "1M"}, "No such file"),
+        ({"type": "raw_block", "device_path": "{}/none", "slot_bytes": "8K"}, "No such file"),
+        ({"type": "raw_block", "device_path": "{}", "slot_bytes": "8K"}, "Is a directory"),
+        ({"type": "raw_block", "device_path": "/dev/null", "slot_bytes": "8K"}, "none of memory or blocks"),
+        ({"type": "raw_block", "device_path": "{}/other", "slot_bytes": "8K"}, "holds something else"),
+        ({"type": "dax", "device_path": "/dev/null", "slot_bytes": "8K", "max_dax_size_gb": 0.001}, "none of memory"),
+        ({"type": "dax", "device_path": "{}", "slot_bytes": "8K", "max_dax_size_gb": 0.001}, "Is a directory"),
+    ],
+)
+@pytest.mark.real("kvd")
+def test_a_start_that_fails_is_one_line_and_leaves_no_file(tmp_path: Path, spec: dict[str, Any], says: str) -> None:
+    other = tmp_path / "other"
+    other.write_text("something" * 9999)
+    here = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in spec.items()}
+    ran = run_cli("kvd", "serve", "--max-bytes", "1M", "--socket", tmp_path / "s", "--l2-adapter", json.dumps(here))
+    assert ran.rc in (1, 2)
+    assert says in ran.stderr
+    lines = [line for line in ran.stderr.splitlines() if "no O_DIRECT" not in line]
+    assert [line.split(":")[0] for line in lines] in (["kvd", "hint"], ["kvd"]), "and no traceback of what did not open"
+    assert {path.name for path in tmp_path.iterdir()} <= {"other", "s.lock"}
+
+
+def test_a_size_without_room_for_a_slot_is_said_before_a_file_is_made(tmp_path: Path) -> None:
+    path = str(tmp_path / "slots")
+    for spec in (
+        {"type": "raw_block", "device_path": path, "slot_bytes": "2M", "capacity_bytes": "1M"},
+        {"type": "dax", "device_path": path, "slot_bytes": "2M", "max_dax_size_gb": 0.001},
+    ):
+        with pytest.raises(AdapterConfigError, match="hold no slot of 2097152"):
+            registry.build([spec])
+    assert not (tmp_path / "slots").exists()
+
+
+def test_a_file_that_was_made_for_nothing_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(AdapterError, match="No space left"):
+        raw_at(tmp_path / "slots").open()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_of_memory_says_its_size_in_sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DAX device has no end to seek to. Here /dev/zero is one: mapped shared, it is memory as well."""
+    number = Path("/dev/zero").stat().st_rdev
+    size = tmp_path / f"{os.major(number)}:{os.minor(number)}" / "size"
+    size.parent.mkdir()
+    size.write_text(f"{(4 << 20) + 4096}\n")
+    monkeypatch.setattr(raw_block, "CHARACTER_DEVICES", tmp_path)
+    (adapter,) = registry.build([{"type": "dax", "device_path": "/dev/zero", "slot_bytes": SLOT, "max_dax_size_gb": 4 / 1024}])
+    adapter.open()
+    assert adapter.usage().bytes_limit == ((4 << 20) - BLOCK) // SLOT * SLOT
+    put(adapter, 1)
+    assert get(adapter, 1) == body(1)
+    adapter.close()
 
 
 @pytest.mark.parametrize("at", [0, 1080, 65536])

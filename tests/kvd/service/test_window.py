@@ -121,6 +121,10 @@ def test_settings_file_environment_and_flags_win_in_that_order(tmp_path: Path) -
         ("max_bytes = \n", "is no TOML"),
         ('log_format = "xml"\n', "not a log format"),
         ("metrics_port = 99999\n", "not a port"),
+        ('metrics_port = "²"\n', "not a port"),
+        ('metrics_host = ""\n', "metrics_host"),
+        ('gds_l1_path = "~nobody-of-that-name"\n', "gds_l1_path"),
+        ('numa_node = "²"\n', "no such NUMA node"),
     ],
 )
 def test_a_wrong_settings_file_is_a_usage_error_that_names_it(tmp_path: Path, text: str, says: str) -> None:

@@ -283,6 +283,9 @@ def test_policies_are_found_by_name_and_by_module(tmp_path: Path, monkeypatch: p
         ("zzz", "module:Class"),
         ("mine_policies:Nobody", "has no Nobody"),
         ("no_such_module_here:X", "cannot import"),
+        (":Nobody", "cannot import ''"),
+        ("..x:Nobody", "cannot import '..x'"),
+        ("mine_policies:", "has no attribute without a name"),
         ("mine_policies:Bad", "makes no kvd.tiers.policies.StorePolicy"),
         ("mine_policies:Odd", "made without arguments"),
     ):

@@ -9,9 +9,10 @@ both on load. What does not match is MISS or CORRUPT, never an exception. An exc
 adapter as a whole could not do its work, and counts against its breaker.
 """
 
+import errno
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from kvd.store.identity import Identity
 from kvd.store.retention import NEVER, Retention
-from kvtools.errors import KvError, UsageError
+from kvtools.errors import KvError, UsageError, hint_for
 from kvtools.exits import Exit
 
 LISTED = 1000
@@ -192,6 +193,18 @@ class Counters:
             self.io_errors += result is Loaded.ERROR
 
 
+_PLACE_HINTS: Mapping[int, str] = {
+    errno.EACCES: "the user that runs kvd must be able to read and write there",
+    errno.EPERM: "the user that runs kvd must be able to read and write there",
+    errno.EEXIST: "a file has that name, and a folder is needed: name another place",
+    errno.ENOTDIR: "a file is in the way, and a folder is needed: name another place",
+    errno.EISDIR: "that is a folder: name a device, or a file",
+    errno.ENOENT: "it does not exist, and is not made: see how its path is written, and whether a size is given",
+    errno.EFBIG: "no file there can have that size: give a smaller one",
+}
+"""What to do about a place that a tier cannot use."""
+
+
 Evicted = Callable[[Iterable[Identity]], None]
 
 
@@ -221,6 +234,11 @@ class Adapter(ABC):
 
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - most adapters need not know
         """The arena, before `open`: where most buffers lie, for those who register memory with a device once."""
+
+    def unusable(self, error: OSError, where: object) -> AdapterError:
+        """What `open` raises where the place it was told to use cannot be used: one line, and what to do about it."""
+        hint = hint_for(error, _PLACE_HINTS.get(error.errno or 0, ""))
+        return AdapterError(f"{self.name}: cannot use {where}: {error.strerror or error}", hint=hint)
 
     @abstractmethod
     def open(self) -> None:

@@ -3,6 +3,7 @@
 Any file does, and then behaves as the page cache does. Values are copied, never handed out in place.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from typing import Any
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError
 from kvd.tiers.adapters.kind import Field, Kind, gib, path, size
-from kvd.tiers.adapters.raw_block import own
+from kvd.tiers.adapters.raw_block import check_room, own
 from kvd.tiers.adapters.slots import BLOCK, Medium, SlotAdapter
+
+PAGE = 2 << 20
+"""What the kernel maps of a DAX device is whole pages of its alignment: 2 MiB, unless it was made otherwise."""
 
 
 class MapMedium(Medium):
@@ -27,6 +31,8 @@ class MapMedium(Medium):
 
     def open(self) -> int:
         self._fd, length = own(self._name, self._device, self._capacity, 0)
+        if self._device.is_char_device():
+            length -= length % PAGE
         try:
             self._map = mmap.mmap(self._fd, length, mmap.MAP_SHARED)
         except (OSError, ValueError) as error:
@@ -54,7 +60,12 @@ class MapMedium(Medium):
             offset += len(buffer)
 
     def sync(self) -> None:
-        self._map.flush()
+        try:
+            self._map.flush()
+        except OSError as error:
+            # A DAX device has no file system to sync with: what was written is in its memory already.
+            if error.errno != errno.EINVAL or not self._device.is_char_device():
+                raise
 
 
 class DaxAdapter(SlotAdapter):
@@ -65,6 +76,7 @@ class DaxAdapter(SlotAdapter):
 
 def _make(name: str, values: dict[str, Any]) -> Adapter:
     device = values["device_path"]
+    check_room(name, "dax", "max_dax_size_gb", values["max_dax_size_gb"], values["slot_bytes"])
     medium = MapMedium(name, device, values["max_dax_size_gb"])
     return DaxAdapter(name, medium, values["slot_bytes"], where=str(device), eviction=values.get("eviction"))
 

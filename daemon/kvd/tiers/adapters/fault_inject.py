@@ -15,6 +15,7 @@ from typing import Any
 from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import (
     Adapter,
+    AdapterConfigError,
     AdapterError,
     AdapterFull,
     Counters,
@@ -181,7 +182,12 @@ def _make(name: str, values: dict[str, Any]) -> Adapter:
 
     spec = {**values.pop("inner")}
     spec.pop("name", None)
-    inner = registry.make(registry.kind_of(spec, f"adapter {name} (fault_inject): field 'inner'"), name, spec)
+    where = f"adapter {name} (fault_inject): field 'inner'"
+    kind = registry.kind_of(spec, where)
+    try:
+        inner = registry.make(kind, name, spec)
+    except AdapterConfigError as error:
+        raise AdapterConfigError(f"{where}: {error.message}", hint=error.hint) from None
     times = {"delay_s": values.pop("delay"), "hang_s": values.pop("hang")}
     return FaultInject(name, inner, **times, **values)
 

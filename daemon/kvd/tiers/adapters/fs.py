@@ -101,7 +101,7 @@ class FsAdapter(Adapter):
             self._sweep()
             self._scan()
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot use {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
+            raise self.unusable(error, self.root) from None
 
     def _own(self) -> None:
         """Check the manifest, or write it into a folder that is empty."""

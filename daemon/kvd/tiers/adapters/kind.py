@@ -10,6 +10,7 @@ secrets of the form file:PATH are read.
 import difflib
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -154,15 +155,29 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def text(value: Any) -> str:
-    """A text that is not empty."""
-    if not isinstance(value, str) or not value or "\0" in value:
+    """A text that is not empty, and that UTF-8 can write (JSON can also hold halves of characters)."""
+    if not isinstance(value, str) or not value or "\0" in value or not _encodes(value, "utf-8", "strict"):
         raise UsageError(f"not a text: {value!r}")
     return value
 
 
+def _encodes(value: str, encoding: str, errors: str) -> bool:
+    try:
+        value.encode(encoding, errors)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def path(value: Any) -> Path:
-    """A path; relative ones are taken from where the daemon was started."""
-    return Path(text(value)).expanduser().absolute()
+    """A path; relative ones are taken from where the daemon was started. Its name may be bytes that are no UTF-8."""
+    encoding = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+    if not isinstance(value, str) or not value or "\0" in value or not _encodes(value, *encoding):
+        raise UsageError(f"not a path: {value!r}")
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError as error:  # ~somebody who is not there
+        raise UsageError(f"not a path: {value!r}: {error}") from None
 
 
 def size(least: int = 1) -> Parse:

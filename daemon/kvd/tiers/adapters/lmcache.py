@@ -325,7 +325,7 @@ def _url(value: Any) -> tuple[str, int]:
     given = text(value)
     scheme, slashes, rest = given.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")
-    if (slashes and scheme != "lm") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if (slashes and scheme != "lm") or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise UsageError(f"not lm://HOST:PORT: {given!r}", hint="the address of lmcache_server, such as lm://kv.example:65432")
     return host.strip("[]"), int(port)
 

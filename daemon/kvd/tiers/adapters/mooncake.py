@@ -457,7 +457,7 @@ def _copy(client: Any, key: str, head: memoryview, into: memoryview) -> int:
 def _endpoint(value: Any) -> tuple[str, int]:
     """host:port."""
     host, _, port = text(value).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise UsageError(f"not host:port: {value!r}")
     return host, int(port)
 

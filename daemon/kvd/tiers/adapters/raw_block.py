@@ -19,6 +19,8 @@ from kvd.tiers.adapters.slots import BLOCK, Medium, SlotAdapter
 
 log = logging.getLogger("kvd.tiers")
 
+CHARACTER_DEVICES = Path("/sys/dev/char")
+
 
 def own(name: str, device: Path, capacity: int, flags: int) -> tuple[int, int]:
     """A locked descriptor of the device or file, and how many bytes of it to use.
@@ -27,27 +29,56 @@ def own(name: str, device: Path, capacity: int, flags: int) -> tuple[int, int]:
     """
     if device.is_block_device():
         flags |= os.O_EXCL
-    elif capacity and not device.is_relative_to("/dev"):  # a slip in a device's name must not make a file
-        flags |= os.O_CREAT
-    fd = os.open(device, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    made = False
+    try:
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC | flags)
+    except FileNotFoundError:
+        if not capacity or device.is_relative_to("/dev"):  # a slip in a device's name must not make a file
+            raise
+        fd = os.open(device, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL | flags, 0o600)
+        made = True
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise AdapterError(f"{name}: {device} is in use by another daemon", hint="one daemon a device") from None
-        regular = stat.S_ISREG(os.fstat(fd).st_mode)
-        there = os.lseek(fd, 0, os.SEEK_END)
-        if regular and capacity > there:
+        status = os.fstat(fd)
+        if stat.S_ISCHR(status.st_mode):
+            there = _memory_of(name, device, status.st_rdev)
+        else:
+            there = os.lseek(fd, 0, os.SEEK_END)
+        if stat.S_ISREG(status.st_mode) and capacity > there:
             os.posix_fallocate(fd, 0, capacity)
             there = capacity
         if not there:
-            raise AdapterConfigError(f"{name}: {device} is empty", hint="give its size, and the file is made")
+            raise AdapterConfigError(f"{name}: {device} is empty", hint="give its size, and the file is made that large")
         if capacity > there:
             raise AdapterConfigError(f"{name}: {device} has {there} bytes, not {capacity}")
         return fd, capacity or there
     except BaseException:
         os.close(fd)
+        if made:  # a start that failed leaves nothing behind, above all no file that seems to be a full one
+            device.unlink(missing_ok=True)
         raise
+
+
+def _memory_of(name: str, device: Path, number: int) -> int:
+    """Bytes of a character device that is memory (DAX): it has no end to seek to. Raises AdapterConfigError for any other."""
+    try:
+        return int((CHARACTER_DEVICES / f"{os.major(number)}:{os.minor(number)}" / "size").read_text())
+    except (OSError, ValueError):
+        raise AdapterConfigError(
+            f"{name}: {device} is a device, but none of memory or blocks", hint="name a DAX device, a block device or a file"
+        ) from None
+
+
+def check_room(name: str, kind: str, field: str, capacity: int, slot_bytes: int) -> None:
+    """AdapterConfigError where so many bytes hold no slot: said before a file is made that large."""
+    if capacity and capacity < BLOCK + slot_bytes:
+        raise AdapterConfigError(
+            f"adapter {name} ({kind}): field {field!r}: {capacity} bytes hold no slot of {slot_bytes}",
+            hint=f"{BLOCK + slot_bytes} at least, or smaller slots",
+        )
 
 
 class FileMedium(Medium):
@@ -109,6 +140,7 @@ class RawBlockAdapter(SlotAdapter):
 
 def _make(name: str, values: dict[str, Any]) -> Adapter:
     device = values["device_path"]
+    check_room(name, "raw_block", "capacity_bytes", values["capacity_bytes"], values["slot_bytes"])
     medium = FileMedium(name, device, values["capacity_bytes"], direct=values["use_odirect"])
     return RawBlockAdapter(name, medium, values["slot_bytes"], where=str(device), eviction=values.get("eviction"))
 

@@ -29,7 +29,8 @@ from kvd.tiers.adapters.kind import (
     text,
     word,
 )
-from kvtools.errors import UsageError
+from kvtools.config import load_object
+from kvtools.errors import KvError, UsageError
 from kvtools.units import format_size
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 
 
+ARENA = "arena"
+"""What `kvd keys` and `kvd why` call the RAM: no tier may have that name."""
 EXAMPLE = 'such as {"type": "fs", "base_path": "/srv/kv"}'
 SECRET = re.compile(r"password|secret|token|access_key|credential|^(old_)?keys?$", re.IGNORECASE)
 
@@ -66,27 +69,35 @@ def _hidden(value: Any) -> Any:
 
 def parse_spec(given: str) -> Spec:
     """One `--l2-adapter`: JSON, or @FILE that holds it. Raises UsageError."""
+    what = "--l2-adapter"
     if given.startswith("@"):
+        what = f"--l2-adapter {given}"
         try:
             given = Path(given[1:]).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--l2-adapter {given}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
-    try:
-        body = json.loads(given, object_pairs_hook=_no_twins)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--l2-adapter is no JSON: {error.msg} at character {error.pos + 1}", hint=EXAMPLE) from None
+            raise UsageError(f"{what}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    body = _json(given, f"{what} is no JSON", hint=EXAMPLE)
     if not isinstance(body, dict):
-        raise UsageError("--l2-adapter is not a JSON object", hint=EXAMPLE)
+        raise UsageError(f"{what} is not a JSON object", hint=EXAMPLE)
     return Spec(body)
+
+
+def _json(given: str, what: str, *, hint: str = "") -> Any:
+    """What this JSON says. Raises UsageError beginning with `what`."""
+    try:
+        return json.loads(given, object_pairs_hook=_no_twins)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{what}: {error.msg} at character {error.pos + 1}", hint=hint) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"{what}: {error}", hint=hint) from None
+    except RecursionError:
+        raise UsageError(f"{what}: too many brackets inside each other", hint=hint) from None
 
 
 def parse_specs(given: str) -> list[Spec]:
     """The environment's form: one object, or an array of them."""
     if given.lstrip().startswith("["):
-        try:
-            bodies = json.loads(given, object_pairs_hook=_no_twins)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
+        bodies = _json(given, "no JSON")
         if not all(isinstance(body, dict) for body in bodies):
             raise UsageError("not an array of objects")
         return [Spec(body) for body in bodies]
@@ -107,7 +118,7 @@ def build(specs: Sequence[Mapping[str, Any]], *, taken: Sequence[str] = ()) -> l
 
     One without a `name` gets its type's, with a number where that is `taken` already.
     """
-    names = set(taken)
+    names = {ARENA, *taken}
     adapters = []
     for number, spec in enumerate(specs, 1):
         where = f"--l2-adapter {number}"
@@ -117,7 +128,9 @@ def build(specs: Sequence[Mapping[str, Any]], *, taken: Sequence[str] = ()) -> l
             numbered = (f"{kind.type}{i}" for i in range(2, len(specs) + len(taken) + 3))
             name = kind.type if kind.type not in names else next(one for one in numbered if one not in names)
         if not isinstance(name, str) or not 0 < len(name) <= 64 or not NAME_CHARACTERS.issuperset(name):
-            raise AdapterConfigError(f"{where}: not a name: {name!r}", hint="letters, digits, dot, dash, underscore")
+            raise AdapterConfigError(f"{where}: not a name: {name!r}", hint="1 to 64 letters, digits, dots, dashes, underscores")
+        if name == ARENA:
+            raise AdapterConfigError(f"{where}: the name {name!r} is that of the RAM", hint="give the adapter a name of its own")
         if name in names:
             raise AdapterConfigError(f"{where}: the name {name!r} is taken", hint="give each adapter a name of its own")
         names.add(name)
@@ -199,17 +212,21 @@ def _plugin(name: str, values: dict[str, Any]) -> Adapter:
     """An Adapter of the user's: the class is called with the name and the parameters as keywords."""
     module, class_name = values["module_path"], values["class_name"]
     try:
-        found = getattr(importlib.import_module(module), class_name)
-    except ImportError as error:
-        raise AdapterConfigError(f"adapter {name} (plugin): cannot import {module}: {error}", hint="is it on PYTHONPATH?") from None
-    except AttributeError:
-        raise AdapterConfigError(f"adapter {name} (plugin): {module} has no {class_name}") from None
+        found = load_object(module, class_name)
+    except UsageError as error:
+        raise AdapterConfigError(f"adapter {name} (plugin): {error.message}", hint=error.hint) from None
     if not isinstance(found, type) or not issubclass(found, Adapter):
         raise AdapterConfigError(f"adapter {name} (plugin): {class_name} is no kvd.tiers.adapters.base.Adapter")
     try:
         return found(name, **values["adapter_params"])
+    except KvError:
+        raise
     except TypeError as error:
         raise AdapterConfigError(f"adapter {name} (plugin): {class_name} does not take adapter_params: {error}") from None
+    except (Exception, SystemExit) as error:  # an edge: whatever the user's class raises ends the start with a line
+        raise AdapterConfigError(
+            f"adapter {name} (plugin): {class_name} cannot be made: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 KINDS = {

@@ -8,7 +8,9 @@ Room is the server's business (`maxmemory`, `maxmemory-policy`): when it refuses
 stored. A server that is away, at start too, is an adapter that fails: its breaker opens, and it is asked again later.
 """
 
+import ipaddress
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +21,21 @@ from typing import TYPE_CHECKING, Any
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
 from kvd.store.retention import NEVER, expired
 from kvd.tiers.adapters import envelope
-from kvd.tiers.adapters.base import Adapter, AdapterError, Capabilities, Durability, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.base import (
+    Adapter,
+    AdapterConfigError,
+    AdapterError,
+    Capabilities,
+    Durability,
+    Hit,
+    Item,
+    Loaded,
+    Stored,
+    Usage,
+    Want,
+)
 from kvd.tiers.adapters.kind import Field, Kind, gib, path, seconds, size, switch, text, whole
+from kvtools.errors import UsageError
 
 if TYPE_CHECKING:
     import redis
@@ -349,7 +364,42 @@ def _connector(values: dict[str, Any]) -> "Callable[[], redis.Redis]":
     return connect
 
 
+def _host(value: Any) -> str:
+    """A name or an address; its port is a field of its own."""
+    given = text(value)
+    named = given.removeprefix("[").removesuffix("]")
+    if "/" in given or any(character.isspace() for character in given) or (":" in named and not _is_address(named)):
+        raise UsageError(f"not a host: {given!r}", hint="a name or an address alone: its port goes into the field port")
+    return named
+
+
+def _is_address(given: str) -> bool:
+    try:
+        ipaddress.ip_address(given)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_tls(name: str, values: dict[str, Any]) -> None:
+    """AdapterConfigError where the file of certificates does nothing, or cannot be read: later it would only be a dead tier."""
+    ca: Path | None = values["tls_ca"]
+    if ca is None:
+        return
+    if not values["tls"]:
+        raise AdapterConfigError(
+            f"adapter {name} (resp): field 'tls_ca' without tls: nothing would be encrypted",
+            hint='add "tls": true, or leave it out',
+        )
+    try:
+        ssl.create_default_context(cafile=str(ca))
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        why = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else "no certificates in PEM"
+        raise AdapterConfigError(f"adapter {name} (resp): field 'tls_ca': {ca}: {why}") from None
+
+
 def _make(name: str, values: dict[str, Any]) -> Adapter:
+    _check_tls(name, values)
     return RespAdapter(
         name,
         _connector(values),
@@ -366,7 +416,7 @@ KIND = Kind(
     "kvd.tiers.adapters.resp:RespAdapter",
     _make,
     (
-        Field("host", text, required=True, help="name or address of the server, or of any node of the cluster"),
+        Field("host", _host, required=True, help="name or address of the server, or of any node of the cluster"),
         Field("port", whole(1, 65535), 6379, help="its port"),
         Field("username", text, help="user of its access list"),
         Field("password", str, secret=True, help="password: env:NAME, file:PATH, or the text"),

@@ -6,6 +6,8 @@ What is loaded is asked for up to the byte behind its end, and lengths and check
 arena. The objects of a batch are moved side by side by `s3_num_io_threads` threads. Look-ups, usage and eviction: see objects.
 """
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,9 +15,10 @@ from typing import Any, TypeVar
 from kvd.store.identity import Identity
 from kvd.store.retention import expired
 from kvd.tiers.adapters import envelope
-from kvd.tiers.adapters.base import Adapter, Item, Loaded, Want
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Item, Loaded, Want
 from kvd.tiers.adapters.kind import Field, Kind, gib, seconds, size, switch, text, whole
 from kvd.tiers.adapters.objects import BLOCK, ObjectAdapter
+from kvtools.errors import UsageError
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -148,9 +151,26 @@ def _is_empty(answer: Any) -> bool:
 # ---- configuration -----------------------------------------------------------------------------------------------------
 
 
+BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,254}")
+"""Wider than AWS's rule of today (63 lower-case letters, digits, dots, dashes): old buckets and other servers have such names."""
+KEYS = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
+
+
+def _bucket(value: Any) -> str:
+    given = text(value)
+    if not BUCKET.fullmatch(given):
+        raise UsageError(
+            f"not a bucket's name: {given!r}", hint="3 letters, digits, dots, dashes or more; a folder in it is the prefix"
+        )
+    return given
+
+
 def _endpoint(value: Any) -> str:
     given = text(value).removesuffix("/")
-    return given if "://" in given else f"https://{given}"
+    scheme, there, rest = given.rpartition("://")
+    if (there and scheme not in ("http", "https")) or not rest or any(character.isspace() for character in rest):
+        raise UsageError(f"not a URL of a server: {value!r}", hint="such as https://s3.example:9000")
+    return given if there else f"https://{given}"
 
 
 def _prefix(value: Any) -> str:
@@ -191,6 +211,10 @@ def _connector(values: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _make(name: str, values: dict[str, Any]) -> Adapter:
+    given = [field for field in KEYS if values[field] is not None]
+    lacking = [field for field, variable in KEYS.items() if values[field] is None and not os.environ.get(variable)]
+    if given and lacking:
+        raise AdapterConfigError(f"adapter {name} (s3): field {lacking[0]!r} is missing", hint=f"it goes with {given[0]}")
     return S3Adapter(
         name,
         _connector(values),
@@ -209,7 +233,7 @@ KIND = Kind(
     "kvd.tiers.adapters.s3:S3Adapter",
     _make,
     (
-        Field("bucket", text, required=True, help="the bucket"),
+        Field("bucket", _bucket, required=True, help="the bucket"),
         Field("prefix", _prefix, "", help="what the names of all objects begin with"),
         Field("s3_endpoint", _endpoint, help="URL of the server; AWS's for the region unless given"),
         Field("s3_region", text, "us-east-1", help="region of the bucket"),

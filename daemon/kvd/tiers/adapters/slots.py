@@ -129,6 +129,7 @@ class SlotAdapter(Adapter):
         self._slots = 0
         self._sequence = 0
         self._generation = 0
+        self._open = False
         self._buffers = ThreadBuffers()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -146,7 +147,8 @@ class SlotAdapter(Adapter):
                 self._medium.close()
                 raise
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot use {self.where}: {error.strerror or error}", hint=hint_for(error)) from None
+            raise self.unusable(error, self.where) from None
+        self._open = True
 
     def _check_superblock(self, size: int) -> None:
         block = self._buffers.block()
@@ -220,6 +222,9 @@ class SlotAdapter(Adapter):
         return rows
 
     def close(self, deadline_s: float = 5.0) -> None:
+        if not self._open:  # what did not open has let go of its medium already
+            return
+        self._open = False
         try:
             self._medium.sync()
         except OSError as error:
