@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd.tiers.adapters.base import Hit
 from kvd.tiers.adapters.disk import format as fmt
-from kvd.tiers.adapters.disk import verify
+from kvd.tiers.adapters.disk import manifest, verify
 from kvd.tiers.adapters.disk.index import Entry, Index, at, pack, unpack
 from tests.kvd.disk import golden
 from tests.kvd.disk.helpers import get, identity, opened
@@ -153,3 +153,26 @@ def test_region_names(sequence):
     assert fmt.region_sequence(name) == sequence
     for other in (name.upper(), name[1:], name + ".tmp", name.replace(".", "_"), "x" + name[1:], ".kvcache", ""):
         assert fmt.region_sequence(other) is None
+
+
+def test_each_start_writes_the_manifest_once_and_keeps_the_mark(tmp_path, monkeypatch):
+    written = []
+
+    def noted(*args):
+        written.append(args)
+        real(*args)
+
+    real = manifest.write
+    monkeypatch.setattr(manifest, "write", noted)
+    epochs = []
+    for start in range(3):
+        adapter = opened(tmp_path / "tier")
+        assert len(written) == 1, f"start {start}"
+        assert adapter.mark() == (7 if start else 0)
+        adapter.set_mark(7)
+        adapter.close()
+        said = json.loads((tmp_path / "tier" / manifest.MANIFEST).read_text())
+        assert said["mark"] == 7
+        epochs.append(said["epoch"])
+        written.clear()
+    assert epochs == sorted(set(epochs)), "no start has the epochs of another"

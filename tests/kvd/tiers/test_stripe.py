@@ -98,6 +98,75 @@ def test_a_member_that_was_away_never_serves_what_was_replaced_or_deleted(
     assert identity(replaced) not in members[1].values, "what it had missed was made up for"
 
 
+def on_disk(folder: Path, clock: Clock, count: int = 2) -> Stripe:
+    made = Stripe("disk", [DiskAdapter(f"disk{i}", folder / f"d{i}", 16 << 20) for i in range(count)], monotonic=clock)
+    made.open()
+    return made
+
+
+def break_first(stripe: Stripe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the first folder takes nothing, neither values nor deletes; what it holds it still holds."""
+
+    def fails(*_: object) -> None:
+        raise AdapterError("disk0: cannot write to d0: I/O error")
+
+    for name in ("store", "delete", "load"):
+        monkeypatch.setattr(stripe._members[0].adapter, name, fails)
+
+
+def test_a_folder_that_was_away_serves_nothing_older_after_a_restart(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stripe = on_disk(tmp_path, clock)
+    stripe.store([item(n, b"older") for n in range(60)])
+    theirs = [n for n in range(60) if stripe._order(identity(n))[0].seed == 0]
+    replaced, deleted = theirs[:2]
+    break_first(stripe, monkeypatch)
+    assert stripe.store([item(replaced, b"newer")])[0].ok
+    stripe.delete([identity(deleted)])
+    assert load(stripe, replaced, 5) == b"newer"
+    monkeypatch.undo()
+    stripe.close()  # before the folder was back: what it is owed ends with the process
+    stripe = on_disk(tmp_path, clock)
+    assert load(stripe, replaced, 5) == b"newer"
+    assert load(stripe, deleted, 5) is Loaded.MISS
+    assert "disk0 was away while values were replaced or deleted" in caplog.text
+    assert [load(stripe, n, 5) for n in range(60) if n not in theirs] == [b"older"] * (60 - len(theirs))
+    stripe.store([item(deleted, b"again")])
+    stripe.close()
+    caplog.clear()
+    stripe = on_disk(tmp_path, clock)
+    assert load(stripe, deleted, 5) == b"again", "once it is made up for, it is a folder like any other"
+    assert not caplog.text
+    stripe.close()
+
+
+def test_a_folder_that_missed_nothing_keeps_what_it_holds(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stripe = on_disk(tmp_path, clock)
+    stripe.store([item(n, b"older") for n in range(60)])
+    break_first(stripe, monkeypatch)
+    assert all(result.ok for result in stripe.store([item(n, b"newer") for n in range(60, 90)]))
+    monkeypatch.undo()
+    stripe.close()
+    stripe = on_disk(tmp_path, clock)
+    assert [load(stripe, n, 5) for n in range(90)] == [b"older"] * 60 + [b"newer"] * 30
+    stripe.close()
+
+
+def test_a_folder_that_failed_is_named_once_and_probed_less_and_less(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stripe = on_disk(tmp_path, clock)
+    break_first(stripe, monkeypatch)
+    for n in range(2000):
+        stripe.store([item(n, b"x")])
+        clock.now += 0.1
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said[0] == "tier disk: disk0 does not work: disk0: cannot write to d0: I/O error; serving without it"
+    assert len(said) < 12, "two hundred seconds of it: 1, 2, 4, 8, 16, 30, 30, ..."
+    stripe.close()
+
+
 def test_all_members_failing_is_the_tiers_failure(stripe: Stripe, members: list[RamTier], clock: Clock) -> None:
     for member in members:
         member.stores.failing = "I/O error"

@@ -316,6 +316,15 @@ class Adapter(ABC):
         """Where these values lie, whose files keep their bytes until `give_back`; None where there is none that can be read so."""
         return [None] * len(identities)
 
+    # What a member of a stripe also does where it is durable.
+
+    def mark(self) -> int:
+        """The number last set, 0 before: a member with a lower one than another has missed what was replaced or deleted."""
+        return 0
+
+    def set_mark(self, mark: int) -> None:  # noqa: B027 - what is not durable starts empty, and has missed nothing
+        """Keep this number, stably, over restarts. Raises AdapterError."""
+
     def flush(self) -> Durability:
         """Make everything stored so far as durable as this adapter can, and say how durable that is."""
         return Durability.NONE

@@ -6,9 +6,12 @@ what was stored while an earlier one was away. A member that fails is left alone
 could not be opened; the tier as a whole fails only when no member works.
 
 What a member holds under an identity that has meanwhile been stored on another one is out of date. It is deleted there on
-the way; a member that is away at that moment gets the delete when it is back, before it serves anything.
+the way; a member that is away at that moment gets the delete when it is back, before it serves anything. What it is owed is
+known to this process alone, so the others note that it has missed something (`Adapter.mark`): a start finds whoever has an
+older mark than another, and empties it. Only a member that could not be opened then cannot be compared, until it can.
 """
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -53,18 +56,30 @@ class Member:
         self.reason = ""
         self.until = 0.0
         self.pause = PAUSE_S
+        self.back = 0.0
+        """Since when it works again."""
         self.owed: set[Identity] = set()
         """Deletes it has missed."""
         self.forfeit = False
         """It has missed more than is kept track of: it starts empty when it is back."""
+        self.suspect: set[Identity] = set()
+        """Those of them that it may hold although it does not know: a store or a delete failed half way."""
+        self.missed = False
+        """The others have noted that it has missed something."""
 
-    def owe(self, identities: Iterable[Identity]) -> None:
+    def owe(self, identities: Iterable[Identity], *, suspect: bool = False) -> None:
         """Note deletes that it misses now."""
+        if suspect:
+            self.suspect.update(identities)
         if not self.forfeit:
             self.owed.update(identities)
             if len(self.owed) > OWED_MAX:
                 self.owed.clear()
                 self.forfeit = True
+
+    def may_hold(self, identity: Identity) -> bool:
+        """Whether a later start may find a value of this identity there, as far as is known while it is away."""
+        return not self.open or self.forfeit or identity in self.suspect or self.adapter.lookup([identity])[0] is not None
 
 
 class Stripe(Adapter):
@@ -78,6 +93,9 @@ class Stripe(Adapter):
         self.capabilities = members[0].capabilities
         self._monotonic = monotonic
         self._lock = threading.Lock()
+        self._marking = threading.Lock()
+        self._mark = self._first_mark = 0
+        """The newest mark of the members, and what that was when they were opened."""
         self._threads = ThreadPoolExecutor(4 * len(members), thread_name_prefix=f"kvd-{name}-stripe")
 
     @property
@@ -114,14 +132,54 @@ class Stripe(Adapter):
                 self._open_member(member)
             except AdapterError as error:
                 log.warning("tier %s: %s cannot be opened: %s; serving without it", self.name, member.adapter.name, error.message)
-                self._failed(member, error)
+                self._failed(member, error, say=False)
                 failures.append(error)
         if len(failures) == len(self._members):
             raise failures[0]
+        self._mark = self._first_mark = max(member.adapter.mark() for member in self._members if member.open)
+        for member in self._members:
+            if member.open:
+                self._compare(member)
 
     def _open_member(self, member: Member) -> None:
         member.adapter.open()
         member.open = True
+
+    def _compare(self, member: Member) -> None:
+        """Have a member that missed something in an earlier run start empty, and the others where it is they who did."""
+        mark = member.adapter.mark()
+        behind = [member] if mark < self._first_mark else []
+        if mark > self._first_mark:
+            behind = [other for other in self._members if other.open and other is not member]
+            self._mark = self._first_mark = max(mark, self._mark)
+        for other in behind:
+            other.forfeit = True
+            try:
+                self._pay(other)
+            except AdapterError as error:
+                self._failed(other, error)
+
+    def _owe(self, member: Member, identities: Sequence[Identity]) -> None:
+        """Note deletes that a member misses, and on the others that it has. Raises AdapterError where none of them can."""
+        noted = member.missed or not any(member.may_hold(identity) for identity in identities)
+        member.owe(identities)
+        if noted:
+            return
+        with self._marking:
+            if member.missed:
+                return
+            mark, failure, kept = max(self._mark + 1, time.time_ns()), None, False
+            for other in self._members:
+                if self._usable(other) and other is not member:
+                    try:
+                        other.adapter.set_mark(mark)
+                        kept = True
+                    except AdapterError as error:
+                        failure = error
+            if failure is not None and not kept:
+                raise failure
+            if kept:
+                self._mark, member.missed = mark, True
 
     def close(self, deadline_s: float = 5.0) -> None:
         for member in self._members:
@@ -130,10 +188,15 @@ class Stripe(Adapter):
                 member.open = False
         self._threads.shutdown(wait=False)
 
-    def _failed(self, member: Member, error: AdapterError) -> None:
+    def _failed(self, member: Member, error: AdapterError, *, say: bool = True) -> None:
         with self._lock:
+            now = self._monotonic()
+            if say and not member.reason:
+                log.warning("tier %s: %s does not work: %s; serving without it", self.name, member.adapter.name, error.message)
+                if now - member.back > PAUSE_MAX_S:  # else it is the same failure: a probe that went well has proved nothing
+                    member.pause = PAUSE_S
             member.reason = error.message
-            member.until = self._monotonic() + member.pause
+            member.until = now + member.pause
             member.pause = min(PAUSE_MAX_S, 2 * member.pause)
 
     def _works(self, member: Member) -> bool:
@@ -149,23 +212,39 @@ class Stripe(Adapter):
         try:
             if not member.open:
                 self._open_member(member)
+                self._compare(member)
             self._pay(member)
         except AdapterError as error:
             self._failed(member, error)
             return False
         with self._lock:
-            member.reason, member.pause = "", PAUSE_S
+            member.reason, member.back = "", self._monotonic()
         log.info("tier %s: %s works again", self.name, member.adapter.name)
         return True
 
     def _pay(self, member: Member) -> None:
         if member.forfeit:
-            member.adapter.delete([identity for identity, _ in member.adapter.enumerate()])
+            held = [identity for identity, _ in member.adapter.enumerate()]
+            if held:
+                log.warning(
+                    "tier %s: %s was away while values were replaced or deleted: the %d it holds are given up",
+                    self.name,
+                    member.adapter.name,
+                    len(held),
+                )
+            member.adapter.delete(held)
             member.forfeit = False
         owed = list(member.owed)
         if owed:
             member.adapter.delete(owed)
             member.owed.difference_update(owed)
+        with self._marking:
+            if member.owed:
+                return
+            member.suspect.clear()
+            if member.adapter.mark() != self._mark:
+                member.adapter.set_mark(self._mark)
+            member.missed = False
 
     def _order(self, identity: Identity) -> list[Member]:
         if len(self._members) == 1:
@@ -182,6 +261,7 @@ class Stripe(Adapter):
         orders = [[member for member in self._order(item.identity) if self._works(member)] for item in items]
         left = list(range(len(items)))
         last: AdapterError | None = None
+        failed: list[tuple[Member, Identity]] = []
         while left:
             shares: dict[int, list[int]] = {}
             for i in left:
@@ -204,25 +284,48 @@ class Stripe(Adapter):
                     self._failed(member, error)
                     answers, last = [Stored(False, "io_error")] * len(share), error
                 for i, answer in zip(share, answers, strict=True):
+                    if answer.reason == "io_error":
+                        failed.append((member, items[i].identity))
                     if not answer.ok and answer.reason in ("io_error", "full") and len(orders[i]) > 1:
                         orders[i].pop(0)
                         left.append(i)
                         continue
-                    results[i] = answer
-                    if answer.ok:
-                        self._supersede(items[i].identity, member)
+                    try:
+                        results[i] = self._settle(items[i].identity, member, answer) if answer.ok else answer
+                    except AdapterError as error:
+                        results[i], last = Stored(False, "io_error"), error
+        for member, identity in failed:  # these bytes, if any of them are there, are today's: only later puts make them old
+            member.owe([identity], suspect=True)
         if last is not None and not any(result is not None and result.ok for result in results):
             raise last
         return [result or Stored(False, "io_error") for result in results]
 
+    def _settle(self, identity: Identity, holder: Member, answer: Stored) -> Stored:
+        """What to answer for a value that `holder` has taken. Raises AdapterError: then it has been taken from it again."""
+        try:
+            self._supersede(identity, holder)
+        except AdapterError:
+            # An older value might come back in its place.
+            with contextlib.suppress(AdapterError):
+                holder.adapter.delete([identity])
+            raise
+        return answer
+
     def _supersede(self, identity: Identity, holder: Member) -> None:
+        """`holder` has the newest value: the others forget theirs. Raises AdapterError where that cannot be seen to."""
         for member in self._members:
             if member is holder:
                 member.owed.discard(identity)
-            elif not self._usable(member):
-                member.owe([identity])
-            elif member.adapter.lookup([identity])[0] is not None:
-                member.adapter.delete([identity])
+                continue
+            if self._usable(member):
+                try:
+                    if member.adapter.lookup([identity])[0] is not None:
+                        member.adapter.delete([identity])
+                    continue
+                except AdapterError as error:
+                    member.owe([identity], suspect=True)
+                    self._failed(member, error)
+            self._owe(member, [identity])
 
     def _holder(self, identity: Identity) -> tuple[Member, Hit] | None:
         for member in self._order(identity):
@@ -267,14 +370,15 @@ class Stripe(Adapter):
     def delete(self, identities: Sequence[Identity]) -> int:
         held = 0
         for member in self._members:
+            if self._usable(member):
+                try:
+                    held += member.adapter.delete(identities)
+                except AdapterError as error:
+                    member.owe(identities, suspect=True)
+                    self._failed(member, error)
+        for member in self._members:
             if not self._usable(member):
-                member.owe(identities)
-                continue
-            try:
-                held += member.adapter.delete(identities)
-            except AdapterError as error:
-                self._failed(member, error)
-                member.owe(identities)
+                self._owe(member, identities)
         return held
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
@@ -324,9 +428,7 @@ class Stripe(Adapter):
     def fill(self, extent: DirectExtent, checksum: bytes = b"") -> Stored:
         member, inner = _lent_by(extent)
         stored = member.adapter.fill(inner, checksum)
-        if stored.ok:
-            self._supersede(extent.identity, member)
-        return stored
+        return self._settle(extent.identity, member, stored) if stored.ok else stored
 
     def give_back(self, extent: DirectExtent) -> None:
         member, inner = _lent_by(extent)

@@ -114,6 +114,7 @@ class DiskAdapter(Adapter):
         self._pool = BufferPool()
         self._catalog = Catalog(self.geometry, self.counters, clock_ns)
         self._lock_fd = -1
+        self._folder: manifest.Folder
         self._files: RegionFiles
         self._deletes: DeletesLog
         self._evictor: Evictor
@@ -260,10 +261,12 @@ class DiskAdapter(Adapter):
 
     def _resume(self, regions: list[Region], folder: manifest.Folder) -> None:
         """Let the regions with the most room take appends again, in epochs of their own. Raises OSError."""
-        if not self._deletes.headless:
+        if not self._deletes.headless and folder.version != FORMAT_VERSION:
             folder = replace(folder, version=FORMAT_VERSION)
+        self._folder = folder
         try:
-            epoch = manifest.take_epochs(self._io, self.path, folder, self._clock_ns)
+            if not folder.taken:
+                self._folder = manifest.take_epochs(self._io, self.path, folder, self._clock_ns)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -277,7 +280,7 @@ class DiskAdapter(Adapter):
             already = [other for other in self._writer.open_regions() if other.retention == region.retention]
             if len(already) < lanes:
                 region.state = State.OPEN
-                region.go_on(epoch)
+                region.go_on(self._folder.taken)
                 self._writer.adopt(region)
 
     def close(self, deadline_s: float = 5.0) -> None:
@@ -506,6 +509,21 @@ class DiskAdapter(Adapter):
         return self._desk.hold(identities)
 
     # -- state -----------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> int:
+        """See Adapter."""
+        return self._folder.mark
+
+    def set_mark(self, mark: int) -> None:
+        """See Adapter."""
+        folder = replace(self._folder, mark=mark)
+        try:
+            manifest.write(self._io, self.path, folder)
+        except OSError as error:
+            self.counters.io_errors += 1
+            why = f"{self.name}: cannot write {self.path / manifest.MANIFEST}: {error.strerror or error}"
+            raise AdapterError(why, hint=hint_for(error)) from error
+        self._folder = folder
 
     def usage(self) -> Usage:
         """See Adapter. Bytes: the pages of live extents, header pages included. Expired values count until they are noticed."""

@@ -26,12 +26,17 @@ _LAST = (1 << 32) - 2 * EPOCHS  # epochs are u32
 
 @dataclass(frozen=True)
 class Folder:
-    """What the manifest says. `epoch`: no write has had this one or a higher one; 0 where it does not say."""
+    """What the manifest says. `epoch`: no write has had this one or a higher one; 0 where it does not say.
+
+    `mark` is that of `Adapter.mark`. `taken`, which is not in the file: the first of the epochs that are ours already, 0 for none.
+    """
 
     version: int
     created_ns: int
     region_bytes: int
     epoch: int = 0
+    mark: int = 0
+    taken: int = 0
 
 
 def own(io: Storage, root: Path) -> int:
@@ -88,20 +93,21 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
                 _number(found, "created_ns", clock_ns()),
                 _number(found, "region_bytes", region_bytes),
                 _number(found, "epoch", 0),
+                _number(found, "mark", 0),
             )
         if not any(region_sequence(name) is not None for name in names):
             raise AdapterConfigError(f"{root / MANIFEST} is not a manifest of kvd", hint="give the disk tier a folder of its own")
         # Damaged, but the region files speak for themselves: each carries the version too.
-    folder = Folder(FORMAT_VERSION, clock_ns(), region_bytes)
     try:
-        write(io, root, folder)
+        return take_epochs(io, root, Folder(FORMAT_VERSION, clock_ns(), region_bytes), clock_ns)
     except OSError as error:
         raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}", hint=hint_for(error)) from error
-    return folder
 
 
-def take_epochs(io: Storage, root: Path, folder: Folder, clock_ns: Callable[[], int]) -> int:
-    """The first of EPOCHS epochs that nothing in the folder has ever had; noted stably before it is answered. Raises OSError.
+def take_epochs(io: Storage, root: Path, folder: Folder, clock_ns: Callable[[], int]) -> Folder:
+    """Take EPOCHS epochs that nothing in the folder has ever had, from `taken` on; noted stably before it is answered.
+
+    Raises OSError.
 
     What a region holds does not tell: of the writes of a run that a power cut ended, the first may be lost and later ones be
     there. So a start that went on one above the highest epoch it *finds* could give its own writes the epoch of such remains,
@@ -110,8 +116,9 @@ def take_epochs(io: Storage, root: Path, folder: Folder, clock_ns: Callable[[], 
     Where the manifest does not say (it was damaged, or is of version 1), the seconds since 1970 are above all that was used.
     """
     first = folder.epoch if 0 < folder.epoch < _LAST else min(max(clock_ns() // 1_000_000_000, 1 << 20), 1 << 31)
-    write(io, root, replace(folder, epoch=first + EPOCHS))
-    return first
+    folder = replace(folder, epoch=first + EPOCHS, taken=first)
+    write(io, root, folder)
+    return folder
 
 
 def refuse_strange(io: Storage, root: Path) -> int:
@@ -175,6 +182,8 @@ def write(io: Storage, root: Path, folder: Folder) -> None:
     }
     if folder.epoch:
         content["epoch"] = folder.epoch
+    if folder.mark:
+        content["mark"] = folder.mark
     temporary = root / (MANIFEST + ".tmp")
     if temporary.name in io.listdir(root):
         io.unlink(temporary)
