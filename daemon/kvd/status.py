@@ -106,15 +106,16 @@ def tiers_page(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "holds", f"{_count(tier['entries'], 'value')}, {_filled(tier['bytes_used'], tier['bytes_limit'])}"
+    holds = f"{_count(tier['entries'], 'value')}, {_filled(tier['bytes_used'], tier['bytes_limit'])}"
+    yield "holds", holds if tier.get("usage_known", 1) else "nobody can say"
     stored = f"{_count(tier['stores_total'], 'value')}, {format_size(tier['store_bytes_total'])}"
-    yield "stored", stored + _tier_latency(tier, "store") + f"; {tier['queue']} on their way"
+    yield "stored", stored + _tier_latency(tier, "store") + f"; {_on_their_way(tier)}"
     asked, missed = tier["hits_total"] + tier["misses_total"], tier["misses_total"]
     loaded = f"{_count(tier['hits_total'], 'value')}, {format_size(tier['load_bytes_total'])}" + _tier_latency(tier, "load")
     yield "loaded", loaded + (f"; {missed:,} of {asked:,} were not there" if missed else "")
     yield "evicted", _count(tier["evictions_total"], "value")
     troubles = {
-        "not taken": tier["store_failures_total"],
+        "failed stores": tier["store_failures_total"],
         "damaged": tier["corruptions_total"],
         "failed reads or writes": tier["io_errors_total"],
         "times left alone": tier["breaker_opened_total"],
@@ -135,7 +136,13 @@ def _services(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "arena", _filled(body["arena_bytes_used"], body["arena_bytes_limit"])
     for tier in body["tiers"]:
         state = "does not work; " if tier["breaker_open"] else ""
-        yield tier["name"], f"{state}{_filled(tier['bytes_used'], tier['bytes_limit'])}; {tier['queue']} on their way"
+        held = _filled(tier["bytes_used"], tier["bytes_limit"]) if tier.get("usage_known", 1) else "nobody can say how full"
+        yield tier["name"], f"{state}{held}; {_on_their_way(tier)}"
+
+
+def _on_their_way(tier: Mapping[str, Any]) -> str:
+    """Values that come to a tier; a daemon of before knew only how many changes wait for it."""
+    return f"{tier.get('waiting', tier['queue']):,} on their way"
 
 
 def _filled(used: int, limit: int) -> str:
@@ -147,7 +154,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _data(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    places = [f"{body['entries']:,} in the arena", *(f"{tier['entries']:,} in {tier['name']}" for tier in body["tiers"])]
+    known = (tier for tier in body["tiers"] if tier.get("usage_known", 1))
+    places = [f"{body['entries']:,} in the arena", *(f"{tier['entries']:,} in {tier['name']}" for tier in known)]
     yield "values", ", ".join(places)
     held, sizes = body.get("entries_by_retention", {}), body.get("bytes_by_retention", {})
     if classes := [f"{word} {count:,} ({format_size(sizes.get(word, 0))})" for word, count in held.items() if count]:

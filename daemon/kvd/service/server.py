@@ -31,7 +31,7 @@ from kvd.store.leases import Holder
 from kvd.wire import protocol
 from kvd.wire.connection import standard_socket
 from kvd.wire.protocol import LENGTH, MAX_FRAME, Answer, Failed, Request, encode
-from kvtools.errors import UsageError, hint_for
+from kvtools.errors import KvError, UsageError, hint_for
 from kvtools.segments.files import still_named
 
 log = logging.getLogger("kvd.server")
@@ -137,6 +137,8 @@ class Connection(asyncio.Protocol):
                 answer = await work
             except KvdError as error:
                 answer = Failed(request.id, "busy", error.message)
+            except KvError as error:  # such as a tier that cannot be cleared: said to who asked, and no defect
+                answer = Failed(request.id, "internal", error.message)
             except Exception as error:  # the edge of one request's task
                 log.exception("%s failed unexpectedly", type(request).__name__)
                 answer = Failed(request.id, "internal", repr(error))

@@ -150,6 +150,8 @@ class Tier:
         self.untaken: set[Identity] = set()
         """Values of the arena that it should hold and has refused: what a flush must own up to."""
         self._damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
+        self.waiting = 0
+        """Values of the arena that are on their way to it: in the queue or being written."""
         self.copied = 0
         """Values it holds because a later tier had them."""
         self._closing = False
@@ -168,7 +170,8 @@ class Tier:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
         except TimeoutError:
-            log.warning("tier %s: %d values were still on their way at the deadline", self.name, len(self.queue))
+            more = f" and {len(self.doomed)} deletes" if self.doomed else ""
+            log.warning("tier %s: %d values%s were still on their way at the deadline", self.name, self.waiting, more)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -208,6 +211,7 @@ class Tier:
         key = index.keys[slot]
         assert key is not None
         index.dirty_of[slot] |= 1 << self.number
+        self.waiting += 1
         self._push(Write(slot, key, [receipt] if receipt else []))
 
     def copy(self, slot: int) -> None:
@@ -314,6 +318,7 @@ class Tier:
             for change, _ in batch:
                 if not change.dirty:  # from here on a delete must know that it may still arrive
                     self.store.index.dirty_of[change.slot] |= 1 << self.number
+                    self.waiting += 1
                     change.dirty = True
             items = [self._item(change.slot, identity) for change, identity in batch]
             number = next(TASKS)
@@ -425,6 +430,7 @@ class Tier:
         index = self.store.index
         here = index.keys[change.slot] is change.key
         if change.dirty and (here or not gone):
+            self.waiting -= here and self.store.is_live(change.slot)  # else it was taken off when the value went
             index.dirty_of[change.slot] &= ~(1 << self.number)
         index.stir()
         if here and not gone and not change.copy:
@@ -558,8 +564,14 @@ class Tier:
             del self._calls[call]
 
     async def call(self, function: Callable[..., T], *args: object) -> T:
-        """Run one of the adapter's other methods on its load threads."""
-        return await self._loop.run_in_executor(self._loads, function, *args)
+        """Run one of the adapter's other methods on its load threads. Raises AdapterError, whatever the adapter raises."""
+        try:
+            return await self._loop.run_in_executor(self._loads, function, *args)
+        except AdapterError:
+            raise
+        except Exception as error:  # a thread edge
+            log.exception("tier %s: a call failed unexpectedly", self.name)
+            raise AdapterError(f"{self.name}: {error!r}") from error
 
 
 def _one_each(results: list[T], asked: Sequence[object]) -> list[T]:

@@ -182,6 +182,7 @@ class Tiering:
         if dirty := self.store.index.dirty_of[slot]:
             for tier in self.tiers:
                 if dirty >> tier.number & 1:  # what the others have taken is up to date
+                    tier.waiting -= 1
                     tier.erase([self.store.identity_of(slot)])
 
     def _doom(self, identities: list[Identity], tiers: Sequence[Tier] | None = None) -> None:
@@ -244,7 +245,7 @@ class Tiering:
     def stranded(self) -> Flushed | None:
         """What waits in vain for tiers that do not work; None where all of them do."""
         broken = [tier for tier in self.tiers if tier.broken]
-        left = sum(max(1, len(tier.queue)) for tier in broken)
+        left = sum(max(1, tier.waiting) for tier in broken)
         why = "; ".join(
             f"tier {tier.name} does not work ({tier.breaker.reason or 'a call into it does not return'})" for tier in broken
         )
@@ -284,7 +285,7 @@ class Tiering:
         """
         gone: set[Identity] = set()
         unlisted = 0
-        failed: AdapterError | None = None
+        failed: list[tuple[str, str]] = []
         receipts = []
         self._clearing.append(namespace)
         try:
@@ -301,19 +302,22 @@ class Tiering:
                         continue
                     held = await tier.call(_held, tier.adapter, namespace)
                 except AdapterError as error:
-                    failed = error
+                    failed.append((tier.name, error.message))
                     continue
                 for start in range(0, len(held), ERASE_ITEMS):
                     some = held[start : start + ERASE_ITEMS]
                     gone.update(some)
-                    receipts.append(tier.erase(some).done)
+                    receipt = tier.erase(some)
+                    if not tier.broken:  # else it forgets them when it is back; look-ups miss them at once
+                        receipts.append(receipt.done)
                     await asyncio.sleep(0)
         finally:
             self._clearing.remove(namespace)
         if receipts:
             await asyncio.wait(receipts, timeout=timeout_s)
-        if failed is not None:
-            raise failed
+        if failed:
+            names, why = zip(*failed, strict=True)
+            raise AdapterError(f"all is forgotten but what is in tier {', '.join(names)}: {'; '.join(why)}")
         return max(len(gone), unlisted)
 
     def _being_cleared(self, identity: Identity) -> bool:

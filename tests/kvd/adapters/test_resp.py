@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd.tiers.adapters import registry
+from kvd.tiers.adapters import registry, resp
 from kvd.tiers.adapters.base import Adapter, AdapterError, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.resp import _glob
 from tests.kvd.adapters.subjects import Resp
@@ -191,6 +191,31 @@ def test_prefixes_keep_daemons_apart(redis: RedisServer, prefix: str) -> None:
 
 def test_patterns_match_only_themselves() -> None:
     assert _glob(b"a*[b]?\\^") == b"a\\*\\[b\\]\\?\\\\\\^"
+
+
+def test_usage_is_right_when_nothing_happens_any_more(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last batch of a burst is counted too, though no call comes after it that could ask beside its own work."""
+    adapter = adapter_at(redis.port, prefix="burst:")
+    adapter.open()
+    before = adapter.usage().entries
+    for number in range(5):
+        put(adapter, number)
+    monkeypatch.setattr(resp, "USAGE_S", 0.0)
+    wait_until(lambda: adapter.usage().entries == before + 5, what="the keys to be counted")
+    adapter.close()
+
+
+def test_a_server_that_goes_away_in_the_middle_of_a_listing_is_an_error_of_the_tier(own: RedisServer) -> None:
+    """Names come a page at a time: each page is a question of its own, which may fail."""
+    adapter = adapter_at(own.port)
+    adapter.open()
+    assert all(stored.ok for stored in adapter.store([Item(ident(n), memoryview(b"x")) for n in range(3 * resp.SCAN)]))
+    listing = adapter.enumerate()
+    next(listing)
+    own.kill()
+    with pytest.raises(AdapterError, match=f"cannot (list|look up) at 127.0.0.1:{own.port}"):
+        list(listing)
+    adapter.close()
 
 
 def test_usage_is_there_right_after_the_start(redis: RedisServer) -> None:

@@ -40,6 +40,17 @@ def test_all_is_well(daemon: Daemon, body: dict[str, Any]) -> None:
     assert "p50" in page
 
 
+def test_what_comes_to_a_tier_is_values_and_what_nobody_can_count_is_no_number(body: dict[str, Any]) -> None:
+    body["tiers"][0].update(queue=57, waiting=32, usage_known=0, entries=0, bytes_used=0)
+    for page in ("\n".join(status.page(body, [])), "\n".join(status.tiers_page(body))):
+        assert "32 on their way" in page
+        assert "57" not in page
+        assert "nobody can say" in page
+        assert "0 in disk" not in page
+    del body["tiers"][0]["waiting"], body["tiers"][0]["usage_known"]
+    assert "57 on their way" in "\n".join(status.tiers_page(body)), "a daemon of before says no more"
+
+
 @pytest.mark.parametrize(
     ("code", "severity", "change"),
     [

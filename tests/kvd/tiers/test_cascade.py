@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.tiers.adapters.base import Adapter, Durability
+from kvd.tiers.adapters.base import Adapter, AdapterError, Durability, Hit
 from kvd.tiers.adapters.fs import FsAdapter
 from kvd.wire.client import Client
 from kvtools.errors import KvError
@@ -166,6 +166,43 @@ def test_clearing_says_which_tier_it_could_not_clear() -> None:
         settled(daemon)
         assert [len(tier.values) for tier in (near, mute, far)] == [0, 8, 0]
         assert client.get_many(KEYS) == VALUES, "still there, as was said"
+
+
+@pytest.mark.parametrize("error", [AdapterError("far: cannot list: the server is away"), LookupError("a defect")])
+def test_a_tier_that_cannot_be_listed_keeps_no_other_from_being_cleared(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    near, far, last = RamTier("near"), RamTier("far"), RamTier("last")
+
+    def fails() -> Iterator[tuple[bytes, Hit]]:
+        raise error
+        yield
+
+    far.enumerate = fails  # type: ignore[method-assign]
+    with running(near, far, last) as daemon, daemon.client() as client:
+        filled(daemon, client)
+        with pytest.raises(KvError) as caught:
+            client.clear()
+        assert "all is forgotten but what is in tier far: far: " in caught.value.message
+        assert "AdapterError" not in caught.value.message
+        settled(daemon)
+        assert [len(tier.values) for tier in (near, far, last)] == [0, 8, 0]
+    assert "Clear failed unexpectedly" not in caplog.text, "a server that is away is no defect of the daemon's"
+
+
+def test_a_clear_does_not_wait_for_a_tier_that_works_no_more() -> None:
+    """It could wait for its deletes a minute; look-ups miss them at once, and they are done when it is back."""
+    near, far = RamTier("near"), RamTier("far")
+    with running(near, far) as daemon, daemon.client(timeout_s=20) as client:
+        filled(daemon, client)
+        far.deletes.failing = far.stores.failing = "away"
+        client.put(KEYS[0], VALUES[0])
+        client.delete([KEYS[1]])
+        wait_until(lambda: daemon.ask(lambda: daemon.tier(1).broken), what="the tier to be given up")
+        assert client.clear() >= 7
+        assert client.get_many(KEYS) == [None] * 8
+        assert len(far.values) == 8
+        far.open_all()
+        settled(daemon)
+        assert not far.values
 
 
 def test_the_longest_prefix_that_fits_a_short_arena_is_served(tiers: list[RamTier]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import DeadlinePassed
 from kvd.store.identity import namespace_of
@@ -137,6 +137,19 @@ class Model(RuleBasedStateMachine):
         finally:
             self.client.timeout_s = 5.0
         assert value is None or value == self.last.get(who), f"{value[:16]!r}, and not the last value"
+
+    @invariant()
+    def what_waits_is_counted(self) -> None:
+        """The values of the arena that a tier has not answered for: neither deletes nor what has left the arena meanwhile."""
+
+        def counts() -> tuple[list[int], list[int]]:
+            index, tiers = self.daemon.store.index, self.daemon.daemon.tiering.tiers
+            live = [i for i, key in enumerate(index.keys) if key is not None and self.daemon.store.is_live(i)]
+            return [t.waiting for t in tiers], [sum(index.dirty_of[i] >> t.number & 1 for i in live) for t in tiers]
+
+        if hasattr(self, "last"):
+            said, there = self.daemon.ask(counts)
+            assert said == there
 
     def teardown(self) -> None:
         if not hasattr(self, "last"):

@@ -154,11 +154,12 @@ class Capabilities:
 
 @dataclass
 class Usage:
-    """Bytes taken and allowed (limit 0: no limit known), and values held."""
+    """Bytes taken and allowed (limit 0: no limit known), and values held; not `known`: nobody can say, all are 0."""
 
     bytes_used: int = 0
     bytes_limit: int = 0
     entries: int = 0
+    known: bool = True
 
 
 @dataclass

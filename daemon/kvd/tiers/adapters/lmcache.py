@@ -311,7 +311,7 @@ class LmcacheAdapter(Adapter):
 
     def usage(self) -> Usage:
         """The server does not say."""
-        return Usage()
+        return Usage(known=False)
 
     def describe(self) -> dict[str, object]:
         return {"server": self.where, "prefix": self._prefix}

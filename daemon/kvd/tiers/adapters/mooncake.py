@@ -103,7 +103,7 @@ class MooncakeAdapter(Adapter):
         self._arena = range(0)  # addresses that the device knows
         self._arena_view: memoryview | None = None
         self._metrics = metrics
-        self._usage = Usage()
+        self._usage = Usage(known=False)
         self._asked = float("-inf")
 
     # ---- the client --------------------------------------------------------------------------------------------------
@@ -426,7 +426,8 @@ def read_metrics(text: str) -> Usage:
         if name in ("master_allocated_bytes", "master_total_capacity_bytes", "master_key_count"):
             values[name] = int(float(value))
     keys = ("master_allocated_bytes", "master_total_capacity_bytes", "master_key_count")
-    return Usage(*(values.get(key, 0) for key in keys))
+    used, limit, entries = (values.get(key, 0) for key in keys)
+    return Usage(used, limit, entries)
 
 
 def _address(data: memoryview) -> int:

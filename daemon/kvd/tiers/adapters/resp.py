@@ -8,6 +8,7 @@ Room is the server's business (`maxmemory`, `maxmemory-policy`): when it refuses
 stored. A server that is away, at start too, is an adapter that fails: its breaker opens, and it is asked again later.
 """
 
+import contextlib
 import ipaddress
 import logging
 import ssl
@@ -81,6 +82,8 @@ class RespAdapter(Adapter):
         self._connecting = threading.Lock()
         self._usage = Usage(0, max_bytes, 0)
         self._asked = float("-inf")
+        self._moved = False
+        """Values came or went since the numbers were asked for."""
 
     # ---- the server --------------------------------------------------------------------------------------------------
 
@@ -91,6 +94,8 @@ class RespAdapter(Adapter):
             log.warning("%s; serving without it until it answers", error.message)
 
     def close(self, deadline_s: float = 5.0) -> None:
+        with self._lock:
+            self._moved = False
         with self._connecting:
             client, self._client = self._client, None
         if client is not None:
@@ -119,16 +124,21 @@ class RespAdapter(Adapter):
                 return list(pipeline.execute(raise_on_error=False))
 
         answers = self._call(work, what)
-        self._refresh()
+        self._refresh(moved=True)
         return list(answers)
 
-    def _refresh(self, *, force: bool = False) -> None:
-        """Ask for the server's numbers where they are old. One thread at a time; the others go on without."""
+    def _refresh(self, *, force: bool = False, moved: bool = False) -> None:
+        """Ask for the server's numbers where they are old. One thread at a time; the others go on without.
+
+        `moved`: values come and go, so what is asked now is out of date again soon.
+        """
         now = time.monotonic()
         with self._lock:
+            self._moved |= moved
             if not force and now - self._asked < USAGE_S:
                 return
             self._asked = now
+            self._moved = moved
 
         def work(client: "redis.Redis") -> tuple[int, int, int]:
             # A cluster answers with one row a node, where all of them are named.
@@ -278,12 +288,25 @@ class RespAdapter(Adapter):
         return sum(answers)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        keys = self._call(lambda client: client.scan_iter(_glob(self._prefix) + b"*", count=SCAN), "list")
-        yield from self._held(identity for key in keys if (identity := self._identity(key)) is not None)
+        keys = self._call(lambda client: iter(client.scan_iter(_glob(self._prefix) + b"*", count=SCAN)), "list")
+        more = partial(next, keys, None)
+        names = iter(lambda: self._call(lambda client: more(), "list"), None)  # each step may be a question to the server
+        yield from self._held(identity for key in names if (identity := self._identity(key)) is not None)
 
     def usage(self) -> Usage:
+        """The server's memory and keys: all of them, for it knows no others. Asked for anew, beside this, where they are old."""
         with self._lock:
-            return Usage(**vars(self._usage))
+            late = self._moved and time.monotonic() - self._asked >= USAGE_S
+            if late:
+                self._moved = False
+            usage = Usage(**vars(self._usage))
+        if late:
+            threading.Thread(target=self._refresh_quietly, name=f"kvd-{self.name}-usage", daemon=True).start()
+        return usage
+
+    def _refresh_quietly(self) -> None:
+        with contextlib.suppress(AdapterError):  # a server that is away is noticed by what it is for
+            self._refresh()
 
     def describe(self) -> dict[str, object]:
         return {"server": self.where, "prefix": self._prefix.decode()}
