@@ -14,6 +14,9 @@ from typing import Any
 
 from kvtools.errors import UsageError
 
+YAML_SLIPS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises besides its own errors: for a tag whose text does not fit it (`!!timestamp x`), and for endless nesting."""
+
 
 @dataclass(frozen=True)
 class Setting:

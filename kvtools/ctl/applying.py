@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtools.config import YAML_SLIPS
 from kvtools.ctl import tables
 from kvtools.ctl.asking import agree
 from kvtools.ctl.limits import acting, gpu_total
@@ -102,7 +103,7 @@ def _yaml(text: bytes, file: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise PlanError(f"plan {printable(str(file))}{where}: {getattr(error, 'problem', None) or 'not YAML'}") from None
-    except (ValueError, TypeError, RecursionError):
+    except YAML_SLIPS:
         raise PlanError(f"plan {printable(str(file))}: not YAML") from None
 
 

@@ -324,6 +324,8 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
         ("nosuch: 1", "unknown key 'nosuch'"),
         ("[1, 2]", "not a list of settings"),
         ("a: [", "configuration"),
+        ("theme: !!timestamp x", "configuration"),
+        ("theme: !!int ''", "configuration"),
         ("alerts: x", "alerts"),
         ("keys: [a]", "keys"),
         ("theme: pink", "no theme named 'pink'"),

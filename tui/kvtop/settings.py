@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtools.config import Resolved, Setting, resolve
+from kvtools.config import YAML_SLIPS, Resolved, Setting, resolve
 from kvtools.errors import UsageError
 from kvtools.units import parse_duration
 from kvtop.keys import VIEWS
@@ -107,8 +107,10 @@ def _read(path: Path, *, must_exist: bool) -> dict[str, Any]:
 
     try:
         body = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"configuration {path}: {str(error).splitlines()[0]}", hint="it must be YAML") from None
+    except (yaml.YAMLError, *YAML_SLIPS) as error:
+        raise UsageError(
+            f"configuration {path}: {(str(error) or 'nested too deeply').splitlines()[0]}", hint="it must be YAML"
+        ) from None
     if not isinstance(body, dict):
         raise UsageError(f"configuration {path}: not a list of settings", hint="write lines such as 'refresh: 2s'")
     return {str(key): _checked(str(key), value, path) for key, value in body.items()}

@@ -22,7 +22,7 @@ from kvd.tiers import policies
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability
 from kvd.wire.connection import default_socket
-from kvtools.config import Resolved, Setting, resolve
+from kvtools.config import YAML_SLIPS, Resolved, Setting, resolve
 from kvtools.errors import KvError, UsageError
 from kvtools.exits import Exit
 from kvtools.output import emit, printable, table
@@ -423,7 +423,7 @@ def _long_backend(word: str | None, path: Path | None) -> list[registry.Spec]:
         body = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *YAML_SLIPS) as error:
         raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict) or not all(isinstance(name, str) for name in body):
         raise UsageError(f"{path} holds no settings", hint="one `name: value` a line: the fields of the tier, as in ADAPTERS.md")

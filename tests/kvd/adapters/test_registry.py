@@ -261,7 +261,12 @@ def test_a_long_backend_is_the_tier_of_that_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=re.escape(line)):
             adapters(**flags)
-    for text, line in (("- a\n", "holds no settings"), ("a: [", "is no YAML"), ("type: fs\n", "type 'fs' is not that of")):
+    for text, line in (
+        ("- a\n", "holds no settings"),
+        ("a: [", "is no YAML"),
+        ("a: !!timestamp x", "is no YAML"),
+        ("type: fs\n", "type 'fs' is not that of"),
+    ):
         cache.write_text(text)
         with pytest.raises(UsageError, match=line):
             adapters(long_backend="lmcache", long_config=cache)

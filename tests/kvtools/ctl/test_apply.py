@@ -62,6 +62,7 @@ def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
         ("segments: {x: {limit: 1G}", 2, "line 1: expected ',' or '}'"),
         ("\x00", 2, "plan "),
         ("segments: !!python/object/apply:os.system ['touch /tmp/owned']", 2, "could not determine a constructor"),
+        ("segments: {x: {limit: !!timestamp 1G}}", 2, "not YAML"),
         ("- 1", 2, "the plan: not a mapping"),
         ("segments: {nowhere: {limit: 1G}}", 3, "no segment named nowhere"),
         ("budget: 1G\nsegments: {x: {floor: 2G}}", 2, "cannot be met"),
