@@ -77,7 +77,7 @@ def sleep(
 @app.command()
 def wake(
     model: ModelArgument,
-    tag: Annotated[list[str] | None, typer.Option("--tag", help="Wake only this part: weights, kv_cache (repeatable).")] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="Wake only this part: weights or kv_cache (repeatable).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Do not wait for the minimum sleep.")] = False,
     url: UrlOption = DEFAULT_URL,
     key: KeyOption = "",
@@ -88,7 +88,11 @@ def wake(
     Example: kvgate wake meta-llama/Llama-3.2-1B --force
     """
     from kvgate import ask, show
+    from kvtools.errors import UsageError
 
+    for part in tag or []:
+        if part not in {"weights", "kv_cache"}:
+            raise UsageError(f"no part of a model: {part!r}", hint="--tag takes weights or kv_cache")
     query: dict[str, Any] = {**({"tags": tag} if tag else {}), **({"force": "1"} if force else {})}
     show.action(ask.post(url, f"/action/wakeup/{ask.quote(model)}", key, query=query), "wake", json=json)
 

@@ -13,6 +13,7 @@ from urllib.parse import urlencode, urlsplit
 
 from kvtools.config import read_secret
 from kvtools.errors import KvError, NotFound, Refused, TimedOut, Unreachable, UsageError
+from kvtools.output import note
 
 TIMEOUT_S = 10.0
 ACTION_TIMEOUT_S = 600.0
@@ -44,6 +45,8 @@ def _ask(method: str, url: str, path: str, key: str, query: Mapping[str, Any], t
     if where.scheme not in {"http", "https"} or not where.hostname or port == 0 or not all("!" <= char <= "~" for char in url):
         raise wrong
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    if key and not key.startswith(("env:", "file:")):
+        note("--key has the key itself, which other users can read in the list of processes: use env:NAME or file:PATH")
     headers = {"authorization": f"Bearer {read_secret(key)}"} if key else {}
     target = where.path.rstrip("/") + path + (f"?{urlencode(query, doseq=True)}" if query else "")
     try:
@@ -61,11 +64,19 @@ def _ask(method: str, url: str, path: str, key: str, query: Mapping[str, Any], t
         body = json.loads(text)
     except ValueError:
         body = None
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or not _is_own(body, method, status):
         raise Unreachable(f"what answers at {url} is not kvgate (HTTP {status})", hint="--url says where the gate is")
     if status >= 400:
         raise _ERRORS.get(status, KvError)(_message(body, status), hint=_hint(status))
     return body
+
+
+def _is_own(body: dict[str, Any], method: str, status: int) -> bool:
+    """Whether this may be kvgate's answer, and not one of any other server that speaks JSON, such as an engine."""
+    if status >= 400:
+        # The paths that are read name no model that could be missing.
+        return ("error" in body or "message" in body) and not (method == "GET" and status in {404, 405})
+    return isinstance(body.get("model_name"), str) or any(isinstance(body.get(key), dict) for key in ("models", "traffic_stats"))
 
 
 def _message(body: dict[str, Any], status: int) -> str:

@@ -13,6 +13,8 @@ Without `models`, flattened models may stand at the top of the file. A model's o
 a reload makes a new `GateConfig` and the router compares the two.
 """
 
+import ipaddress
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,10 +25,14 @@ from kvgate import sections
 from kvgate.errors import ConfigError
 from kvgate.sections import Read, Section, did_you_mean, load_yaml, seconds, size, text, texts, whole, yes_no
 from kvtools.config import read_secret
+from kvtools.output import note, printable
+from kvtools.units import format_size
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8080
 _ENDPOINT_KEYS = frozenset({"host", "port", "endpoint"})
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+")
 _count = whole(1, 1_000_000)
 _port = whole(1, 65535)
 
@@ -166,6 +172,7 @@ def load(path: Path) -> GateConfig:
     top.finish()
     if not models:
         raise ConfigError(f"{path.name}: no models", hint="give `models:` with an endpoint each, or `instances:` to start")
+    _check_room(models, base.devices, path.name)
     return replace(base, models=_by_name(models, path.name), report=tuple(top.report))
 
 
@@ -173,7 +180,7 @@ def _router(section: Section) -> dict[str, Any]:
     if not section.take("enable_router", yes_no, True):
         raise section.error("enable_router", "kvgate is the router: it cannot be switched off", hint="remove the key")
     found: dict[str, Any] = {
-        "host": section.take("host", text, DEFAULT_HOST, "router_host"),
+        "host": section.take("host", host_name, DEFAULT_HOST, "router_host"),
         "port": section.take("port", whole(0, 65535), DEFAULT_PORT, "router_port"),
         "max_body_bytes": section.take("max_body_bytes", size, 32 << 20, "max_body_size"),
         "max_connections": section.take("max_connections", _count, 10_000),
@@ -182,11 +189,38 @@ def _router(section: Section) -> dict[str, Any]:
         "health_failures": section.take("health_failures", whole(1, 100), 3),
         "shutdown_timeout_s": section.take("shutdown_timeout_seconds", seconds, 10.0),
         "api_keys": section.take("api_keys", lambda v: Path(text(v)).expanduser(), None),
-        "allowed_hosts": section.take("allowed_hosts", texts, ()),
-        "allowed_origins": section.take("allowed_origins", texts, ()),
+        "allowed_hosts": section.take("allowed_hosts", _hosts, ()),
+        "allowed_origins": section.take("allowed_origins", _origins, ()),
         "limits": _limits(section, Limits()),
     }
     section.finish()
+    return found
+
+
+def host_name(value: Any) -> str:
+    """A host name or an IP address, without brackets. Raises ConfigError."""
+    given = text(value)
+    bare = given[1:-1] if given.startswith("[") and given.endswith("]") else given
+    if _HOST.fullmatch(bare):
+        return bare
+    try:
+        ipaddress.IPv6Address(bare)
+    except ValueError:
+        hint = "a host and nothing else: no http://, no port, no path"
+        raise ConfigError(f"not a host name or an address: {given!r}", hint=hint) from None
+    return bare
+
+
+def _hosts(value: Any) -> tuple[str, ...]:
+    return tuple(host_name(item) for item in texts(value))
+
+
+def _origins(value: Any) -> tuple[str, ...]:
+    """Origins as browsers send them: scheme, host and port, in lower case."""
+    found = tuple(item.lower() for item in texts(value))
+    for origin in found:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"not an origin: {origin!r}", hint="write scheme and host, such as https://ui.example, and no path")
     return found
 
 
@@ -272,15 +306,22 @@ def _devices(value: Any) -> dict[int, int]:
 
 def _model_sections(top: Section) -> list[tuple[str, Section]]:
     """Every model: those of `models`, flattened or nested; where there is no `models`, those at the top of the file."""
-    if top.has("models"):
+    if "models" in top.values:
         nested = top.sub("models")
-        return [(name, nested.sub(name)) for name in nested.rest()]
+        return [(_name(name, nested), nested.sub(name)) for name in nested.rest()]
     found: list[tuple[str, Section]] = []
     for name in top.rest():
         value = top.values[name]
         if name != "instances" and isinstance(value, dict) and _ENDPOINT_KEYS & value.keys():
-            found.append((name, top.sub(name)))
+            found.append((_name(name, top), top.sub(name)))
     return found
+
+
+def _name(name: str, section: Section) -> str:
+    """A model's name: what clients write, and what stands in logs and tables. Raises ConfigError."""
+    if name.strip() != name or not name or not name.isprintable():
+        raise section.error("", f"not a model's name: {printable(name)!r}", hint="one line of text, no blanks around it")
+    return name
 
 
 def _model(name: str, section: Section, base: GateConfig) -> ModelConfig:
@@ -291,7 +332,7 @@ def _model(name: str, section: Section, base: GateConfig) -> ModelConfig:
             if section.has(key):
                 raise section.error(key, "stands beside `endpoint`", hint="write it inside `endpoint`, or leave `endpoint` out")
     endpoint = Endpoint(
-        host=where.take("host", text, "localhost"),
+        host=where.take("host", host_name, "localhost"),
         port=where.need("port", _port),
         scheme=where.take("scheme", _one_of("http", "https"), "http"),
     )
@@ -311,7 +352,7 @@ def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelC
         config,
         limits=merged,
         sleep=_sleep(section.sub("sleep"), base.sleep),
-        api_key=section.take("api_key", lambda v: read_secret(text(v)), ""),
+        api_key=section.take("api_key", lambda v: _secret(section, text(v)), ""),
         devices=section.take("devices", _indices, ()),
         segment=section.take("segment", _segment, config.segment),
         weights_bytes=section.take("weights_bytes", size, 0),
@@ -319,6 +360,12 @@ def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelC
         weight=section.take("weight", _weight, 1.0),
         kvd_socket=section.take("kvd_socket", text, ""),
     )
+
+
+def _secret(section: Section, given: str) -> str:
+    if not given.startswith(("env:", "file:")):
+        note(f"{section.file}: {printable(section.path)}.api_key is written out: env:NAME or file:PATH keeps it out of this file")
+    return read_secret(given)
 
 
 def _weight(value: Any) -> float:
@@ -438,7 +485,15 @@ def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
     named: dict[str, ModelConfig] = {}
     places: dict[str, str] = {}
     segments: dict[str, str] = {}
+    short: dict[str, str] = {}
     for config in models:
+        if config.instance is not None:
+            # Log files and tmux sessions are named so, and clients may be: one engine each.
+            other = short.setdefault(_plain(config.instance.name), config.name)
+            if other != config.name:
+                raise ConfigError(
+                    f"{file}: {other!r} and {config.name!r} both have the name {config.instance.name!r}", hint=_OWN_NAME
+                )
         if config.instance is not None and config.segment and segments.setdefault(config.segment, config.name) != config.name:
             other = segments[config.segment]
             raise ConfigError(f"{file}: {other!r} and {config.name!r} share the segment {config.segment}", hint="give each its own")
@@ -450,4 +505,29 @@ def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
         if where in places:
             raise ConfigError(f"{file}: {places[where]!r} and {config.name!r} share the endpoint {config.endpoint.url}")
         named[config.name], places[where] = config, config.name
+    for config in models:
+        if config.instance is not None and named.get(config.instance.name, config) is not config:
+            other = config.instance.name
+            raise ConfigError(f"{file}: the name of {config.name!r} is that of the model {other!r}", hint=_OWN_NAME)
     return named
+
+
+_OWN_NAME = "give the instance a `name` of its own"
+
+
+def _plain(name: str) -> str:
+    """What is left of an instance's name where only some characters may stand."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)
+
+
+def _check_room(models: list[ModelConfig], devices: dict[int, int], file: str) -> None:
+    """Raises ConfigError for a model that no sleep of others can make room for."""
+    for config in models:
+        for device in config.devices:
+            need = config.weights_bytes + config.kv_bytes
+            if need > devices.get(device, need):
+                room = format_size(devices[device])
+                raise ConfigError(
+                    f"{file}: {config.name!r} needs {format_size(need)} of device {device}, which has {room}",
+                    hint="lower its weights_bytes or kv_bytes, or raise the device's size",
+                )

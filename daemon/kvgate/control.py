@@ -151,4 +151,10 @@ def describe(error: BaseException) -> str:
     """A client error in few words, without this host's addresses twice."""
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
         return f"cannot connect to {error.host}:{error.port}: {error.os_error.strerror}"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "it closed the connection in mid-answer, or what it sent is no HTTP"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"what it sent is no HTTP: {' '.join(error.message.split('  ')[0].split()).rstrip(':')}"
     return str(error) or type(error).__name__

@@ -8,6 +8,7 @@ KvError
  |    +-- NotSupported           the engine has no such endpoint (404): sleep mode is off there
  +-- RequestError                answered to the client in OpenAI's error shape, with `status` and perhaps Retry-After
       +-- BadRequest        400  no JSON, no model
+      |    +-- BodyTooSlow       the body did not arrive in time
       +-- Unauthorized      401  no key, or a key nobody knows
       +-- Forbidden         403  the key may not do that; a foreign Host or Origin on a management path
       +-- UnknownModel      404
@@ -15,8 +16,9 @@ KvError
       +-- Conflict          409  the model's state does not allow that (busy, already changing)
       +-- BodyTooLarge      413
       +-- QueueFull         429  + Retry-After
-      +-- UpstreamBroken    502  the engine broke the connection before its answer began
+      +-- UpstreamBroken    502  the engine broke the connection before its answer began, or did not sleep or wake
       +-- Unavailable       503  + Retry-After: asleep, starting or failed, and the queue's deadline passed
+      |    +-- Crowded           the gate has as many connections as it may
       +-- UpstreamSilent    504  the engine sent nothing for longer than its phase allows
 
 A RequestError knows its own wording and status; front.py turns it into bytes, and nothing else does.
@@ -50,6 +52,8 @@ class RequestError(KvError):
     status = 500
     code = "internal_error"
     kind = "api_error"
+    closes = False
+    """Whether the client's connection cannot carry another request after this."""
 
     def __init__(self, message: str, *, hint: str = "", param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -79,6 +83,12 @@ class BadRequest(RequestError):
     """The request cannot be meant."""
 
     status, code, kind = 400, "invalid_request", "invalid_request_error"
+
+
+class BodyTooSlow(BadRequest):
+    """The request body took longer than the gate waits."""
+
+    closes = True  # the rest of the body may still come, or never
 
 
 class Unauthorized(RequestError):
@@ -115,6 +125,7 @@ class BodyTooLarge(RequestError):
     """The request body is longer than the gate accepts."""
 
     status, code, kind = 413, "request_too_large", "invalid_request_error"
+    closes = True  # the rest of the body is not read
 
 
 class QueueFull(RequestError):
@@ -124,7 +135,7 @@ class QueueFull(RequestError):
 
 
 class UpstreamBroken(RequestError):
-    """The engine closed or reset the connection before it answered."""
+    """The engine closed or reset the connection before it answered, or did not do what it was told."""
 
     status, code, kind = 502, "upstream_broken", "api_error"
 
@@ -133,6 +144,13 @@ class Unavailable(RequestError):
     """The model cannot serve now; Retry-After says when to come back."""
 
     status, code, kind = 503, "model_unavailable", "service_unavailable_error"
+
+
+class Crowded(Unavailable):
+    """More connections are open than the gate takes."""
+
+    code, kind = "too_many_connections", "rate_limit_error"
+    closes = True  # or it would go on taking a place
 
 
 class UpstreamSilent(RequestError):

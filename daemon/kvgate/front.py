@@ -24,7 +24,8 @@ from yarl import URL
 
 from kvgate import openapi, prewarm
 from kvgate.control import describe
-from kvgate.errors import BadRequest, BodyTooLarge, MethodNotAllowed, RequestError, Unavailable, UpstreamSilent
+from kvgate.errors import BadRequest, BodyTooLarge, Crowded, MethodNotAllowed, RequestError, Unavailable, UpstreamSilent
+from kvgate.guard import PROBES
 from kvgate.manage import Management, failed, json, retry_after
 from kvgate.proxy import ClientGone, Proxy, Scope, read_body
 
@@ -76,6 +77,10 @@ class Front:
         model_path = path in MODEL_PATHS
         inference = model_path or path.startswith(("/v1/models", "/v1/cache/"))
         try:
+            if len(self._gate.connections) > self._gate.config.max_connections and path not in PROBES:
+                raise Crowded(
+                    "too many connections are open", hint="close idle ones, or raise router.max_connections", retry_after_s=1
+                )
             # What is cached says what others have asked: those paths are an operator's, whatever their shape.
             self._gate.guard.check(path, scope["headers"], inference=inference and not path.startswith("/v1/cache/"))
             if model_path and scope["method"] == "POST":
@@ -90,6 +95,14 @@ class Front:
             await _send(send, error, error.body() if inference else {"error": error.line})
         except ClientGone:
             pass
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not self._gate.draining or me is None:
+                raise
+            # The gate stops, and the time for requests is over: this one is told so, and needs no traceback in the log.
+            me.uncancel()
+            stopping = Unavailable("the gate is shutting down", retry_after_s=1)
+            await _send(send, stopping, stopping.body() if inference else {"error": stopping.line})
 
     async def _model_request(self, scope: Scope, receive: Any, send: Any) -> None:
         config = self._gate.config
@@ -156,8 +169,7 @@ async def _send(send: Any, error: RequestError, body: dict[str, object]) -> None
         headers.append((b"allow", b"POST"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, BodyTooLarge):
-        # The rest of the body is not read, so this connection cannot carry another request.
+    if error.closes:
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -175,8 +187,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     text = f"{error.detail}: {request.method} {request.url.path[:200]}"
     if request.url.path.startswith("/v1/"):
         kind = "invalid_request_error"
+        code = MethodNotAllowed.code if error.status_code == 405 else "not_found"
         return json(
-            {"error": {"message": text, "type": kind, "param": None, "code": "not_found"}},
+            {"error": {"message": text, "type": kind, "param": None, "code": code}},
             error.status_code,
             dict(error.headers or {}),
         )

@@ -44,12 +44,16 @@ class KeyRing:
     def load(cls, path: Path) -> "KeyRing":
         """Read a key file. Raises ConfigError, naming file and line."""
         try:
-            mode = stat.S_IMODE(path.stat().st_mode)
+            mode = path.stat().st_mode
+            if stat.S_ISFIFO(mode):
+                # It gives its keys once, and they are read again at every reload.
+                raise ConfigError(f"API keys: {path} is a pipe, not a file", hint="keep the keys in a file")
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"API keys: {path}: {getattr(error, 'strerror', None) or error}") from None
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise ConfigError(f"API keys: {path}: {reason}", hint="router.api_keys names the file, kvgate(1) shows one") from None
         if mode & 0o077:
-            raise ConfigError(f"API keys: {path} is open to others (mode {mode:04o})", hint=f"chmod 600 {path}")
+            raise ConfigError(f"API keys: {path} is open to others (mode {stat.S_IMODE(mode):04o})", hint=f"chmod 600 {path}")
         keys = {}
         for number, line in enumerate(lines, 1):
             line = line.partition("#")[0].strip()
@@ -60,6 +64,8 @@ class KeyRing:
                 raise ConfigError(
                     f"API keys: {path}:{number}: not a key line", hint="write NAME client|admin sha256:HEX, lower case"
                 )
+            if found[3] in keys:
+                raise ConfigError(f"API keys: {path}:{number}: this key stands there twice", hint="leave one of the lines")
             keys[found[3]] = Key(found[1], found[2])
         if not keys:
             raise ConfigError(f"API keys: {path} holds no key", hint="write NAME client|admin sha256:HEX")

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvgate import config as configuration
 from kvgate.config import GateConfig
 from kvgate.errors import MissingExtra
+from kvgate.guard import KeyRing
 from kvtools.config import Resolved, Setting, resolve
 from kvtools.errors import UsageError
 from kvtools.output import emit, note
@@ -30,6 +31,8 @@ def run_serve(
         _show(config, where)
         return
     if check:
+        if config.api_keys:
+            KeyRing.load(config.api_keys)
         _say(config)
         return
     for package in EXTRA:
@@ -42,9 +45,15 @@ def run_serve(
     _run(config, allow_open)
 
 
-NOISE = ("without completing response", "Unsupported upgrade request", "No supported WebSocket library", "Invalid HTTP request")
-"""What uvicorn would say and we do not: what breaks off in mid-answer is logged by the proxy with its reason, nothing here speaks
-WebSocket, and a client that sends garbage gets a 400 and must not fill the log."""
+NOISE = (
+    "without completing response",
+    "Cancel ",
+    "Unsupported upgrade request",
+    "No supported WebSocket library",
+    "Invalid HTTP request",
+)
+"""What uvicorn would say and we do not: what breaks off in mid-answer or is cut when the gate stops is logged by the proxy with its
+reason, nothing here speaks WebSocket, and a client that sends garbage gets a 400 and must not fill the log."""
 
 
 def _worth_saying(record: logging.LogRecord) -> bool:
@@ -66,7 +75,7 @@ def _run(config: GateConfig, allow_open: bool) -> None:
 
 def _address(config: GateConfig, host: str | None, port: int | None) -> Resolved:
     """Host and port: flag, then environment, then file."""
-    settings = [Setting("host", default=config.host, environment=("KVGATE_HOST",))]
+    settings = [Setting("host", parse=configuration.host_name, default=config.host, environment=("KVGATE_HOST",))]
     settings.append(Setting("port", parse=_port, default=config.port, environment=("KVGATE_PORT",)))
     given = {read.path.removeprefix("router."): read.value for read in config.report if read.given}
     file: dict[str, object] = {name: given[name] for name in ("host", "port") if name in given}

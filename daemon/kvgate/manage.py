@@ -16,6 +16,7 @@ Errors are `{"error": "one line"}` (actions: the peer's `model_name`, `success`,
 meant, 404 for an unknown model, 409 when the state forbids it, 502 or 503 when the engine does.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +27,7 @@ from starlette.routing import Route
 from kvgate import metrics
 from kvgate.errors import BadRequest, RequestError
 from kvgate.router import Backend
-from kvgate.sleep import State
+from kvgate.sleep import TAGS, State
 from kvgate.traffic import WINDOW_MAX_S
 from kvtools import __version__
 from kvtools.errors import KvError
@@ -216,6 +217,8 @@ class Management:
 
     async def wake(self, request: Request) -> Response:
         tags = request.query_params.getlist("tags")
+        for tag in tags:
+            _of("tags", tag, TAGS)
         force = _one(request, "force", "0", "1", "true", "false") in {"1", "true"}
 
         async def act(backend: Backend) -> str:
@@ -240,7 +243,7 @@ class Management:
         except KvError as error:
             return json({"error": f"{error.message}: {error.hint}" if error.hint else error.message, "success": False}, 400)
         body = {"success": True, "added": done.added, "removed": done.removed, "changed": done.changed, "unchanged": done.unchanged}
-        return json(body)
+        return json({**body, "needs_restart": done.at_start})
 
 
 def _one(request: Request, name: str, *words: str) -> str | None:
@@ -248,9 +251,15 @@ def _one(request: Request, name: str, *words: str) -> str | None:
     given = request.query_params.getlist(name)
     if len(given) > 1:
         raise BadRequest(f"{name} is given {len(given)} times")
-    if given and words and given[0] not in words:
-        raise BadRequest(f"{name} is one of {', '.join(words)}, not {given[0][:40]!r}")
+    if given and words:
+        _of(name, given[0], words)
     return given[0] if given else None
+
+
+def _of(name: str, given: str, words: Sequence[str]) -> None:
+    """Raises BadRequest for a word that is not one of `words`."""
+    if given not in words:
+        raise BadRequest(f"{name} is one of {', '.join(words)}, not {given[:40]!r}")
 
 
 def _seconds(request: Request, name: str, default: float, most: float = 1e9) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvgate.prewarm import MAX_DEADLINE_S
 from kvgate.prewarm import PATH as PREWARM
+from kvgate.sleep import TAGS
 from kvgate.traffic import WINDOW_MAX_S
 from kvtools import __version__
 
@@ -29,7 +30,7 @@ _WORDS = {
     409: "The model's state does not allow that",
     413: "The body is too long",
     429: "The queue is full",
-    502: "The engine broke off, or could not be woken",
+    502: "The engine broke off, or did not sleep or wake",
     503: "The model cannot serve now",
     504: "The engine was silent",
 }
@@ -98,7 +99,7 @@ def _own(named: Json) -> Json:
     model = {"name": "model", "in": "path", "required": True, "schema": named}
     threshold, window = _query("threshold", _SECONDS), _query("window", _WINDOW)
     level, mode = _query("level", {"enum": ["1", "2"]}), _query("mode", {"type": "string"})
-    tags = _query("tags", {"type": "array", "items": {"type": "string"}})
+    tags = _query("tags", {"type": "array", "items": {"enum": list(TAGS)}})
     force = _query("force", {"enum": ["0", "1", "true", "false"]})
     acts = (400, 404, 409, 502, 503)
     return {

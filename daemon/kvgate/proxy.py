@@ -32,7 +32,7 @@ import msgspec
 from yarl import URL
 
 from kvgate.control import describe
-from kvgate.errors import BadRequest, BodyTooLarge, RequestError, Unavailable, UpstreamBroken, UpstreamSilent
+from kvgate.errors import BadRequest, BodyTooLarge, BodyTooSlow, RequestError, Unavailable, UpstreamBroken, UpstreamSilent
 from kvgate.router import Backend, Router
 from kvgate.traffic import Ticket
 
@@ -79,7 +79,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 async def read_body(receive: Any, limit: int, timeout_s: float) -> bytes:
-    """The whole request body. Raises BodyTooLarge, BadRequest when it takes too long, ClientGone."""
+    """The whole request body. Raises BodyTooLarge, BodyTooSlow, ClientGone."""
     pieces: list[bytes] = []
     length = 0
     try:
@@ -96,7 +96,7 @@ async def read_body(receive: Any, limit: int, timeout_s: float) -> bytes:
                 if not message.get("more_body"):
                     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
     except TimeoutError:
-        raise BadRequest(f"the request body did not arrive within {timeout_s:g} s") from None
+        raise BodyTooSlow(f"the request body did not arrive within {timeout_s:g} s") from None
 
 
 def model_of(body: bytes) -> str:
@@ -129,17 +129,19 @@ class Proxy:
             await self._pass_on(backend, scope, body, answer)
         except asyncio.CancelledError:
             if not listener.done() or listener.cancelled():
-                ticket.finish(ok=False, sent=answer.sent)
-                raise  # the gate is shutting down, past its deadline
-            me.uncancel()
-            ticket.gone(sent=answer.sent)
+                # The gate is shutting down, past its deadline: what is left of this task is to tell the client.
+                me.uncancel()
+                await answer.refuse(Unavailable(f"{backend.name}: the gate is shutting down", retry_after_s=1.0))
+            else:
+                me.uncancel()
+                ticket.gone(sent=answer.sent)
         except RequestError as error:
-            ticket.finish(ok=False, sent=answer.sent)
-            if not answer.started:
-                raise
-            backend.poke()
-            await answer.break_off(error)
+            if answer.started:
+                backend.poke()
+            await answer.refuse(error)
         finally:
+            # Whatever went wrong, the request is over: one that stays in flight would keep its model awake for ever.
+            ticket.finish(ok=False, sent=answer.sent)
             listener.cancel()
 
     async def _pass_on(self, backend: Backend, scope: Scope, body: bytes, answer: "Answer") -> None:
@@ -169,9 +171,10 @@ class Proxy:
                 async with asyncio.timeout(limits.first_byte_timeout_s):
                     # aiohttp sends a file in pieces, and warns when it is handed more than 1 MiB at once.
                     data = body if len(body) <= 1 << 20 else io.BytesIO(body)
-                    return await self.session.request(
+                    upstream = await self.session.request(
                         "POST", url, data=data, headers=headers, timeout=timeout, allow_redirects=False
                     )
+                    return _final(backend.name, upstream)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 # No connection, so not one byte was sent: the only failure after which asking again is safe.
                 backend.poke()
@@ -197,6 +200,15 @@ class Proxy:
         if backend.config.api_key:
             headers.append(("authorization", f"Bearer {backend.config.api_key}"))
         return headers
+
+
+def _final(name: str, upstream: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+    """`upstream`, if its status is one that ends a request. Raises UpstreamBroken: nobody asked for another protocol, and
+    what HTTP does not know cannot be passed on."""
+    if 200 <= upstream.status <= 599:
+        return upstream
+    upstream.close()
+    raise UpstreamBroken(f"{name}: the engine answered with status {upstream.status}, which answers no request")
 
 
 async def _listen(receive: Any, request: "asyncio.Task[Any]") -> None:
@@ -255,8 +267,14 @@ class Answer:
         )
         await send({"type": "http.response.body", "body": piece, "more_body": False})
 
-    async def break_off(self, error: RequestError) -> None:
-        """Tell an event stream's reader why it ends here; the connection is then closed without a proper end."""
+    async def refuse(self, error: RequestError) -> None:
+        """End with `error`: raise it while nothing has been answered yet, else tell an event stream's reader why it ends here.
+
+        The connection is then closed without a proper end.
+        """
+        self._ticket.finish(ok=False, sent=self.sent)
+        if not self.started:
+            raise error
         log.warning("%s", error.message)
         if self._events:
             event = b"\n\ndata: " + msgspec.json.encode(error.body()) + b"\n\n"

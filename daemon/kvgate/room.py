@@ -119,6 +119,7 @@ class Room:
                 raise Unavailable(
                     f"{config.name} needs {format_size(need)} of device {device}, which has {format_size(self.devices[device])}",
                     hint="lower kv_bytes, or raise the device's size",
+                    retry_after_s=60.0,
                 )
 
     async def _short_after_sleeps(self, backend: Backend) -> list[tuple[int, int]]:

@@ -118,6 +118,8 @@ class Reloaded:
     removed: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
+    at_start: list[str] = field(default_factory=list)
+    """Settings that changed in the file and are read at the start only."""
 
 
 class Router:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from kvgate.errors import ConfigError
+from kvtools.config import YAML_SLIPS
 from kvtools.errors import UsageError, hint_for
 from kvtools.output import printable
 from kvtools.units import parse_duration, parse_size
@@ -57,7 +58,7 @@ def load_yaml(path: Path) -> Any:
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         hint = "YAML indents with blanks, never with tabs" if "\\t" in (error.problem or "") else ""
         raise ConfigError(f"{path}{where}: {error.problem or 'not YAML'}", hint=hint) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, *YAML_SLIPS) as error:
         reason = str(error).splitlines()[0] if str(error) else "nested too deeply"
         raise ConfigError(f"{path}: not YAML: {reason}") from None
 
@@ -156,8 +157,12 @@ def _kind(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    if not isinstance(value, str) or not value or not value.isprintable():
+    if not isinstance(value, str):
         raise ConfigError(f"expected text, found {_kind(value)}")
+    if not value.strip():
+        raise ConfigError("expected text, found none", hint="leave the key out to have its default")
+    if not value.isprintable():
+        raise ConfigError(f"expected text on one line, found {printable(value)!r}")
     return value
 
 

@@ -7,10 +7,10 @@ watch -> engines (SIGTERM, up to the deadline again, then their whole group) -> 
 client. A second signal ends the wait for requests. SIGHUP reloads models.yaml.
 
 A configuration belongs to one gate: two would start its engines twice, on the same ports, and put each other's to sleep. So the
-gate holds a flock on the file; after a reload on the file that was read then. `listen` and `claim` come before all else.
+gate holds a flock on the file; after a reload on the file that was read then. Where an editor has put another file in its place
+meanwhile, the stats segment, which is named after the path, tells of the gate that runs. `listen` and `claim` come before all else.
 
-A reload that does not parse changes nothing and is reported. Host, port, limits of the server itself and the key file's
-place are read at start only; the keys in the file are read again.
+A reload that does not parse changes nothing and is reported. What is read at the start only (AT_START) is named when it changed.
 """
 
 import asyncio
@@ -20,10 +20,11 @@ import fcntl
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -44,6 +45,8 @@ from kvgate.room import Room
 from kvgate.router import Reloaded, Router
 from kvgate.traffic import TrafficMonitor
 from kvtools.errors import KvError, Refused
+from kvtools.segments.files import SHM, pid_namespace
+from kvtools.segments.stats import instance_of_path, read_stats, stats_name
 
 log = logging.getLogger("kvgate.serve")
 
@@ -51,9 +54,11 @@ log = logging.getLogger("kvgate.serve")
 class Claim:
     """The hold of a gate on its configuration: a lock on the file itself, whatever path leads to it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, root: Path = SHM) -> None:
         """Raises KvError where another gate has it. A pipe, or a file system without locks, is nobody's."""
         self._fd = -1
+        if _served(path, root):
+            raise _taken(path)
         self.renew(path)
 
     def renew(self, path: Path) -> None:
@@ -72,9 +77,7 @@ class Claim:
         except OSError as error:
             os.close(fd)
             if error.errno == errno.EWOULDBLOCK:
-                raise KvError(
-                    f"another kvgate serves {path}", hint="stop it first, or give this one a configuration of its own"
-                ) from None
+                raise _taken(path) from None
             return
         self.close()
         self._fd = fd
@@ -86,12 +89,41 @@ class Claim:
             self._fd = -1
 
 
+def _taken(path: Path) -> KvError:
+    return KvError(f"another kvgate serves {path}", hint="stop it first, or give this one a configuration of its own")
+
+
+def _served(path: Path, root: Path) -> bool:
+    """Whether a living gate beside us publishes for this path. One of another container may have another file there."""
+    try:
+        found = read_stats(stats_name("gate", instance_of_path(path)), root)
+    except KvError:
+        return False
+    return found.alive and found.pid_namespace == pid_namespace() and found.pid != os.getpid()
+
+
+AT_START = {
+    "port": "router.router_port",
+    "host": "router.router_host",
+    "health_interval_s": "router.health_interval_seconds",
+    "health_failures": "router.health_failures",
+    "shutdown_timeout_s": "router.shutdown_timeout_seconds",
+    "launch_delay_s": "launch_delay_seconds",
+    "log_dir": "log_dir",
+}
+"""What a reload does not change, by its name in the file. Engines and models that are new use the new health settings."""
+
+
 class Gate:
     """Everything that runs in one `kvgate serve`. Made inside the running loop."""
 
     def __init__(self, config: GateConfig, *, may_be_open: bool = True, claim: Claim | None = None) -> None:
+        self.guard = _guard(config)  # first, for it may fail, and all else would have to be closed
         self.config = config
         self.claim = claim
+        self.connections: Collection[object] = ()
+        """The server's connections, once there is one."""
+        self._started_with = config
         self._may_be_open = may_be_open
         self.started_wall = time.time()
         self.draining = False
@@ -103,7 +135,6 @@ class Gate:
         self.router.make_room, self.router.on_change = self.room.make, self.room.changed
         self.supervisor = Supervisor(self.router, config)
         self.publisher = Publisher(self.router, config.path)
-        self.guard = _guard(config)
         self.proxy = Proxy(self.router, self.session, hide_credentials=config.api_keys is not None)
         self.prewarm = Prewarm(self.router)
         self.app = Front(self, self.proxy)
@@ -128,11 +159,16 @@ class Gate:
         if self.claim is not None:
             self.claim.renew(config.path)
         done = self.router.apply(config)
+        done.at_start = _at_start(self._started_with, config)
         self.supervisor.apply()
         self.room.devices = config.devices
         self.proxy.hide_credentials = config.api_keys is not None
         self.config, self.guard = config, guard
-        log.info("reloaded: added %s, removed %s, changed %s", done.added, done.removed, done.changed)
+        allow_open_files(config.max_connections)
+        told = [f"{what} {', '.join(names)}" for what in ("added", "removed", "changed") if (names := getattr(done, what))]
+        log.info("reloaded: %s", "; ".join(told) or "no model changed")
+        if done.at_start:
+            log.warning("reloaded, but a restart is what it takes to change %s", ", ".join(done.at_start))
         return done
 
     async def stop(self) -> None:
@@ -151,6 +187,14 @@ class Gate:
 def _guard(config: GateConfig) -> Guard:
     keys = KeyRing.load(config.api_keys) if config.api_keys else None
     return Guard(keys, config.allowed_hosts, config.allowed_origins)
+
+
+def _at_start(was: GateConfig, now: GateConfig) -> list[str]:
+    """What has changed in the file since the start and stays as it was."""
+    # Host and port may have been given by a flag: the file is compared with the file.
+    file = {read.path: read.value for read in was.report}
+    host_port = {"host": file.get("router.host", was.host), "port": file.get("router.port", was.port)}
+    return [word for name, word in AT_START.items() if host_port.get(name, getattr(was, name)) != getattr(now, name)]
 
 
 def listen(config: GateConfig, *, allow_open: bool) -> socket.socket:
@@ -184,7 +228,7 @@ class _Server(uvicorn.Server):
 
 def new_server(gate: Gate) -> uvicorn.Server:
     """The HTTP server in front of `gate`."""
-    return _Server(
+    server = _Server(
         uvicorn.Config(
             gate.app,
             http=BoundedProtocol,
@@ -196,16 +240,28 @@ def new_server(gate: Gate) -> uvicorn.Server:
             date_header=False,
             # Longer than a reverse proxy keeps its connections: whoever closes first must not be us.
             timeout_keep_alive=75,
-            limit_concurrency=gate.config.max_connections,
             # Nothing here looks at a client's address: forwarded headers go on as they came.
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, int(gate.config.shutdown_timeout_s)),
         )
     )
+    # Beyond router.max_connections the app answers, for uvicorn's own limit knows neither probes nor Retry-After.
+    gate.connections = server.server_state.connections
+    return server
+
+
+def allow_open_files(connections: int) -> None:
+    """Raise this process's limit of open files, as far as it may: a client takes one, and its engine another."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
 
 
 async def serve(config: GateConfig, sock: socket.socket, *, allow_open: bool = False, claim: Claim | None = None) -> None:
     """Serve until a signal says stop."""
+    allow_open_files(config.max_connections)
     gate = Gate(config, may_be_open=allow_open or is_loopback(config.host), claim=claim)
     server = new_server(gate)
     loop = asyncio.get_running_loop()

@@ -38,6 +38,8 @@ log = logging.getLogger("kvgate.sleep")
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 LAST_SLEEP_PAUSE_S = 3600.0
+TAGS = ("weights", "kv_cache")
+"""The parts that vLLM wakes one by one. It answers 200 to any other word and does nothing."""
 
 
 class State(StrEnum):
@@ -161,7 +163,7 @@ class SleepMachine:
         if self.state is State.AWAKE:
             return "already awake"
         if self.state is State.STARTING or (self.state is State.FAILED and not self._woke_in_vain):
-            raise Conflict(f"{self.name} is {self.state}", hint=self.last_error or "its engine does not answer yet")
+            raise self._unavailable()
         self._wanted = True
         if force:
             self._hurry.set()
@@ -185,7 +187,7 @@ class SleepMachine:
             self._missed += 1
             failed = self.state is State.FAILED and not self._woke_in_vain
             if self._missed >= self._health_failures and not self.patient and not failed:
-                self._fail(f"{self.name}: the engine does not answer /health", in_vain=False)
+                self._fail("the engine does not answer /health", in_vain=False)
             return
         self._missed = 0
         if self.state is State.FAILED and self._woke_in_vain and self._clock() < self._retry_at:
@@ -252,7 +254,7 @@ class SleepMachine:
             return asleep  # it cannot say: its answer to the call itself has to do
         if said is not asleep:
             words = ("/sleep", "awake") if asleep else ("/wake_up", "asleep")
-            raise EngineError(f"{self.name}: {words[0]} was answered, but the engine says it is {words[1]}")
+            raise EngineError(f"{words[0]} was answered, but the engine says it is {words[1]}")
         return asleep
 
     async def _still_asleep(self) -> bool:
@@ -284,7 +286,7 @@ class SleepMachine:
         if isinstance(error, NotSupported):
             self.can_sleep = False
         if self.state is not State.ASLEEP:
-            raise Conflict(f"{self.name} stays awake: {error.message}", hint=error.hint)
+            raise UpstreamBroken(f"{self.name} stays awake: {error.message}", hint=error.hint)
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
         try:
@@ -333,7 +335,7 @@ class SleepMachine:
                 asleep = await self._still_asleep() if tags else await self._confirm(asleep=False)
             except (EngineError, TimeoutError) as error:
                 self.wake_failures_total += 1
-                self.last_error = str(error) or f"{self.name}: no wake-up within {self.policy.wake_timeout_s:g} s"
+                self.last_error = str(error) or f"no wake-up within {self.policy.wake_timeout_s:g} s"
                 log.warning("%s: wake-up %d of %d failed: %s", self.name, number, self.policy.wake_tries, self.last_error)
                 if number < self.policy.wake_tries:
                     await asyncio.sleep(min(0.2 * 2 ** (number - 1), 5.0))
@@ -342,8 +344,8 @@ class SleepMachine:
             self._pause_s = FIRST_PAUSE_S
             self._enter(State.ASLEEP if asleep else State.AWAKE)
             return
-        self._fail(f"{self.name}: could not be woken in {self.policy.wake_tries} tries: {self.last_error}", in_vain=True)
-        raise UpstreamBroken(self.last_error)
+        self._fail(f"could not be woken in {self.policy.wake_tries} tries: {self.last_error}", in_vain=True)
+        raise UpstreamBroken(f"{self.name} {self.last_error}")
 
     # ---- the pieces ----------------------------------------------------------------------------------------------
 
@@ -373,7 +375,8 @@ class SleepMachine:
         self.lane.fail_waiting(self._unavailable())
 
     def _unavailable(self) -> Unavailable:
-        return Unavailable(f"{self.name} is {self.state}: {self.last_error}", retry_after_s=self.retry_after_s)
+        why = self.last_error or "its engine does not answer yet"
+        return Unavailable(f"{self.name} is {self.state}: {why}", retry_after_s=self.retry_after_s)
 
     async def _believe(self) -> None:
         """Take the state the engine reports; for one that cannot say, our own memory stands."""

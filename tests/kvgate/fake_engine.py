@@ -7,6 +7,7 @@ In a request body, `fake` says how this one request goes:
     {"mode": "half"}        headers and half a body, then silence
     {"mode": "malformed"}   bytes that are no event stream, as text/event-stream
     {"size": n}             a body of n bytes               {"headers": {...}} extra response headers
+    {"raw": text}           these bytes, then close
 On the engine: `sleep_status`, `wake_status`, `wake_delay`, `sleeping`, `busy`, `dev_mode`, `mute`, `healthy`, `ignore_wake`.
 
 As a program: `python fake_engine.py --port N [--start-delay S] [--die-after S] [--model NAME]`, for tests that start engines.
@@ -195,6 +196,10 @@ class FakeEngine:
             await asyncio.sleep(3600)
         if how.get("mode") == "reset":
             writer.transport.abort()
+            return False
+        if "raw" in how:
+            writer.write(how["raw"].encode("latin-1"))
+            await writer.drain()
             return False
         if "status" in how:
             return self._reply(writer, how["status"], {"error": {"message": "as asked", "code": how["status"]}}, how.get("headers"))

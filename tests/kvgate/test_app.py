@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -81,15 +82,29 @@ def test_a_look_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: 
         (("sleep", "nope"), 3, "kvgate: error: the model 'nope' does not exist"),
         (("sleep", "one", "--level", "7"), 2, "7 is not in the range"),
         (("traffic", "--window", "soon"), 2, "not a duration: 'soon'"),
+        (("wake", "one", "--tag", "wieghts"), 2, "no part of a model: 'wieghts'"),
+        (("models", "--url", "http://[::1"), 2, "not a gate's URL: 'http://[::1'"),
+        (("models", "--url", "http://127.0.0.1:99999"), 2, "not a gate's URL: 'http://127.0.0.1:99999'"),
         (("traffic", "--window", "2h"), 1, "window is a number of seconds above 0 and up to 3600"),
         (("models", "--key", "env:KVGATE_TEST_UNSET"), 2, "environment variable KVGATE_TEST_UNSET is not set"),
     ],
 )
 def test_errors_are_one_line_and_a_status(running: GateProcess, words: tuple[str, ...], rc: int, says: str) -> None:
-    ran = run_cli("kvgate", *words, "--url", running.url)
+    ran = run_cli("kvgate", *words, env={"KVGATE_URL": running.url})
     assert (ran.rc, ran.stdout) == (rc, "")
     assert says in ran.stderr.splitlines()[0]
     assert "Traceback" not in ran.stderr
+
+
+class _Other(http.server.BaseHTTPRequestHandler):
+    """A server that speaks JSON, and is no gate."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"object": "list", "models": []}')
+
+    do_POST = do_GET
 
 
 def test_no_gate_and_something_else_there(tmp_path: Path) -> None:
@@ -105,6 +120,10 @@ def test_no_gate_and_something_else_there(tmp_path: Path) -> None:
     try:
         ran = run_cli("kvgate", "models", "--url", f"http://127.0.0.1:{server.server_port}")
         assert (ran.rc, "is not kvgate (HTTP 501)" in ran.stderr) == (4, True)
+        server.RequestHandlerClass = _Other
+        for words in (["models"], ["traffic"], ["sleep", "m"]):
+            ran = run_cli("kvgate", *words, "--url", f"http://127.0.0.1:{server.server_port}")
+            assert (ran.rc, "is not kvgate (HTTP 200)" in ran.stderr) == (4, True), words
     finally:
         server.shutdown()
         thread.join()
@@ -270,6 +289,11 @@ def test_one_configuration_is_one_gates(tmp_path: Path) -> None:
         refused(first.config)
         refused(link)
         assert run_cli("kvgate", "serve", "--config", first.config, "--check").rc == 0, "looking is no serving"
+        other = tmp_path / "other.yaml"
+        other.write_text(first.config.read_text())
+        other.replace(first.config)
+        refused(first.config)  # an editor has put another file there, and nobody has said reload yet
+        refused(link)
         fresh = tmp_path / "fresh.yaml"
         fresh.write_text(first.config.read_text())
         fresh.replace(first.config)
@@ -296,8 +320,51 @@ def test_a_reload_that_cannot_be_meant_keeps_what_was_read_before_and_says_so(tm
             assert running.ask("/v1/completions", {"model": "one", "prompt": "x"})[0] == 200
         running.config.write_text(good)
         running.process.send_signal(signal.SIGHUP)
-        running.until(lambda: "reloaded: added" in "".join(running.log))
+        running.until(lambda: "reloaded: no model changed" in "".join(running.log))
         assert len(notes(tmp_path, "one")) == 1
+
+
+def test_a_reload_names_what_takes_a_restart(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)]) as running:
+        text = running.config.read_text()
+        running.config.write_text(text.replace("router_port: 0", "router_port: 1\n  max_connections: 77"))
+        status, told = running.ask("/admin/reload", method="POST")
+        assert (status, told["unchanged"], told["needs_restart"]) == (200, ["one"], ["router.router_port"])
+        running.until(lambda: "a restart is what it takes to change router.router_port" in "".join(running.log))
+        running.config.write_text(text)
+        assert running.ask("/admin/reload", method="POST")[1]["needs_restart"] == []
+
+
+def test_a_stream_that_outlives_the_stop_is_told_why_and_so_is_the_log(tmp_path: Path) -> None:
+    with gate(tmp_path, instances=[instance("one", tmp_path)], router={"shutdown_timeout_seconds": 1}) as process:
+        process.until(lambda: process.state("one") == "awake")
+        body = json.dumps({"model": "one", "stream": True, "fake": {"chunks": 1000, "pause": 0.1}}).encode()
+        host, port = process.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            got = client.recv(1 << 16)
+            process.process.send_signal(signal.SIGTERM)
+            while piece := client.recv(1 << 16):
+                got += piece
+        assert b'"one: the gate is shutting down"' in got
+        assert not got.endswith(b"0\r\n\r\n"), "half an answer never looks whole"
+        assert process.stop() == 0
+        log = "".join(process.log)
+        assert "one: the gate is shutting down" in log
+        assert "Traceback" not in log
+        assert "ERROR" not in log
+
+
+def test_as_many_files_may_be_open_as_connections_need(tmp_path: Path) -> None:
+    """A client takes one and its engine another: the usual soft limit of 1024 would do for 500 requests."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with gate(tmp_path, instances=[instance("one", tmp_path)], router={"max_connections": 1000}) as process:
+            allowed, _ = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+            assert allowed == min(2256, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_missing_extra_is_one_line_that_names_it(tmp_path: Path) -> None:
@@ -317,6 +384,15 @@ def test_check_and_show_config(tmp_path: Path) -> None:
     config = write(tmp_path, models={"m": {"port": 1}}, router={"max_queue": 5})
     ran = run_cli("kvgate", "serve", "--config", config, "--check")
     assert (ran.rc, ran.stdout) == (0, "m: http://localhost:1\n")
+    keyed = write(tmp_path, models={"m": {"port": 1}}, router={"max_queue": 5, "api_keys": str(tmp_path / "keys")})
+    ran = run_cli("kvgate", "serve", "--config", keyed, "--check")
+    assert (ran.rc, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(f"kvgate: error: API keys: {tmp_path / 'keys'}: No such file or directory\nhint: ")
+    assert run_cli("kvgate", "serve", "--config", keyed).stderr == ran.stderr
+    assert run_cli("kvgate", "serve", "--config", keyed, "--host", "").stderr.startswith(
+        "kvgate: error: host (flag): expected text"
+    )
+    write(tmp_path, models={"m": {"port": 1}}, router={"max_queue": 5})
     ran = run_cli("kvgate", "serve", "--config", config, "--show-config", "--port", "7", env={"KVGATE_HOST": "::1"})
     lines = ran.stdout.splitlines()
     assert lines[:2] == ["host = ::1  (env:KVGATE_HOST)", "port = 7  (flag)"]

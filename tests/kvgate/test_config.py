@@ -151,6 +151,31 @@ models:
         ("devices: {0: lots}\nm: {port: 1}", "devices: not a size: 'lots'"),
         ("m: {port: 1, weights_bytes: 1PiB}", "m.weights_bytes: not a size"),
         ("m: {port: 1, api_key: 'env:KVGATE_TEST_UNSET'}", "environment variable KVGATE_TEST_UNSET is not set"),
+        ("models:", "no models"),
+        ("m: {port: 1, host: ''}", "m.host: expected text, found none"),
+        ('m: {port: 1, segment: "a\\nb"}', "m.segment: expected text on one line, found 'a\\\\nb'"),
+        ("m: {port: 1, host: 'http://h'}", "m.host: not a host name or an address: 'http://h'"),
+        ("m: {port: 1, host: 'h:80'}", "m.host: not a host name"),
+        ("m: {port: 1, host: h/v1}", "m.host: not a host name"),
+        ("m: {port: 1, host: u@h}", "m.host: not a host name"),
+        ("m: {port: 1, host: a b}", "m.host: not a host name"),
+        ("models: {'': {port: 1}}", "models: not a model's name: ''"),
+        ("models: {' m': {port: 1}}", "models: not a model's name: ' m'"),
+        ('models: {"m\\e[31m": {port: 1}}', "models: not a model's name"),
+        ('"a\\nb": {port: 1}', "not a model's name"),
+        ("m: {port: 1}\nrouter: {allowed_origins: ['*']}", "router.allowed_origins: not an origin: '*'"),
+        ("m: {port: 1}\nrouter: {allowed_origins: [ui.example]}", "router.allowed_origins: not an origin"),
+        ("m: {port: 1}\nrouter: {allowed_origins: ['https://ui.example/app']}", "router.allowed_origins: not an origin"),
+        ("m: {port: 1}\nrouter: {allowed_hosts: ['gate.example:8080']}", "router.allowed_hosts: not a host name"),
+        (
+            "instances: [{model: x/m, engine: vllm, port: 1}, {model: y/m, engine: vllm, port: 2}]",
+            "'x/m' and 'y/m' both have the name 'm'",
+        ),
+        (
+            "models: {m: {port: 1}}\ninstances: [{model: x/m, engine: vllm, port: 2}]",
+            "the name of 'x/m' is that of the model 'm'",
+        ),
+        ("devices: {0: 10GiB}\nm: {port: 1, devices: [0], weights_bytes: 9GiB, kv_bytes: 2GiB}", "'m' needs 11 GiB of device 0"),
     ],
 )
 def test_what_cannot_be_meant_is_named_with_its_place(tmp_path: Path, text: str, says: str) -> None:
@@ -169,6 +194,29 @@ def test_what_cannot_be_meant_is_named_with_its_place(tmp_path: Path, text: str,
 )
 def test_did_you_mean(tmp_path: Path, text: str, hint: str) -> None:
     assert refused(tmp_path, text).hint == hint
+
+
+def test_hosts_and_origins_are_taken_as_they_are_written_by_hand(tmp_path: Path) -> None:
+    text = "models: {a: {port: 1, host: '[::1]'}, b: {port: 2, host: '::1'}, c: {port: 3, host: node-1_x.example.}}\n"
+    config = read(tmp_path, text + "router: {router_host: '::1', allowed_origins: ['HTTPS://UI.example:8443']}")
+    assert [model.endpoint.url for model in config.models.values()] == [
+        "http://[::1]:1",
+        "http://[::1]:2",
+        "http://node-1_x.example.:3",
+    ]
+    assert (config.host, config.allowed_origins) == ("::1", ("https://ui.example:8443",))
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!int ''", "!!bool x", "!!float x"])
+def test_a_tag_whose_text_does_not_fit_is_one_line(tmp_path: Path, value: str) -> None:
+    assert "not YAML" in refused(tmp_path, f"m: {{port: 1, host: {value}}}").message
+
+
+def test_a_key_that_is_written_out_is_taken_and_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read(tmp_path, "m: {port: 1, api_key: hush}").models["m"].api_key == "hush"
+    said = capsys.readouterr().err
+    assert "models.yaml: m.api_key is written out" in said
+    assert "hush" not in said
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

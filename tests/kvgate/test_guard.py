@@ -1,6 +1,7 @@
 """Who may ask: keys, roles, and what a web page cannot do."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import aiohttp
@@ -63,7 +64,8 @@ def test_keys_that_open_nothing(tmp_path: Path, value: bytes) -> None:
         ("ann root sha256:" + "0" * 64, 0o600, "keys:1: not a key line"),
         ("ann admin secret", 0o600, "not a key line"),
         ("ann admin sha256:" + "A" * 64, 0o600, "not a key line"),
-        ("ann admin sha256:" + "0" * 64, 0o644, "open to others"),
+        ("ann admin sha256:" + "0" * 64, 0o644, r"open to others \(mode 0644\)"),
+        (f"ann admin sha256:{'0' * 64}\nbob client sha256:{'0' * 64}", 0o600, "keys:2: this key stands there twice"),
     ],
 )
 def test_key_files_that_are_refused(tmp_path: Path, text: str, mode: int, says: str) -> None:
@@ -71,6 +73,16 @@ def test_key_files_that_are_refused(tmp_path: Path, text: str, mode: int, says: 
         KeyRing.load(key_file(tmp_path, text, mode))
     with pytest.raises(ConfigError, match="No such file"):
         KeyRing.load(tmp_path / "none")
+
+
+def test_key_files_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="is a pipe"):
+        KeyRing.load(tmp_path / "pipe")  # which nobody writes: reading it would wait for ever
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "binary").chmod(0o600)
+    with pytest.raises(ConfigError, match="not a text file"):
+        KeyRing.load(tmp_path / "binary")
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ WRONG = (
     ("GET", "/nowhere", 404),
     ("GET", "/v1/nowhere", 404),
     ("GET", "/v1/completions", 405),
+    ("PUT", "/v1/models", 405),
+    ("POST", "/action/wakeup/tiny?tags=wieghts", 400),
     ("GET", "/v1/models/nope", 404),
 )
 
@@ -90,6 +92,8 @@ async def test_what_cannot_be_answered_is_json_with_the_right_status(tmp_path: P
         for method, path, _ in WRONG:
             status, body, _ = await client.ask(path, method=method)
             assert body["error"]["message"] if path.startswith("/v1/") else body["error"]
+            if path.startswith("/v1/"):
+                assert body["error"]["code"] in ("method_not_allowed" if status == 405 else ("not_found", "model_not_found"))
             got.append((method, path, status))
         assert got == list(WRONG)
         assert engine.count("/sleep") == 0

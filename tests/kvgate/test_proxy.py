@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvgate.front import MODEL_PATHS
 from kvgate.protocol import BoundedProtocol
+from kvgate.proxy import Answer
 from kvgate.sleep import State
 from tests.kvgate.fake_engine import FakeEngine
 from tests.kvgate.harness import eventually, running_gate, write_config
@@ -137,6 +139,40 @@ async def test_engine_that_breaks_off_before_answering_is_502_and_asked_once(tmp
         assert engine.count("/v1/completions") == 1
 
 
+@pytest.mark.parametrize("status", [101, 600, 999])
+async def test_a_status_that_answers_no_request_is_502_and_the_request_is_over(tmp_path: Path, status: int) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        got, body, _ = await client.complete(status=status)
+        assert (got, body["error"]["code"]) == (502, "upstream_broken")
+        assert str(status) in body["error"]["message"]
+        record = client.gate.traffic.models["tiny"]
+        assert (record.in_flight, record.failed_total) == (0, 1)
+        assert client.gate.router.backends["tiny"].lane.idle
+
+
+async def test_whatever_goes_wrong_inside_the_gate_the_request_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that stayed in flight would keep its model awake for ever."""
+
+    async def fail(*_: object) -> None:
+        raise KeyError("a slip of ours")
+
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        monkeypatch.setattr(Answer, "relay", fail)
+        assert (await client.complete())[0] == 500
+        record = client.gate.traffic.models["tiny"]
+        assert (record.in_flight, record.failed_total) == (0, 1)
+
+
+@pytest.mark.parametrize("said", [b"GARBAGE\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n"])
+async def test_an_engine_that_speaks_no_http_is_told_in_plain_words(tmp_path: Path, said: bytes) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        status, body, _ = await client.complete(raw=said.decode())
+        assert status == 502
+        message = body["error"]["message"]
+        assert re.search("it closed the connection|what it sent is no HTTP", message)
+        assert not set("<>\n\\") & set(message), message
+
+
 async def test_engine_that_dies_in_a_stream_ends_it_with_an_error_event(tmp_path: Path) -> None:
     async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
         body = {"model": "tiny", "stream": True, "fake": {"chunks": 9, "break_after": 2}}
@@ -229,7 +265,36 @@ async def test_client_that_trickles_its_body_is_400(tmp_path: Path) -> None:
         host, port = client.base.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        assert b" 400 " in await asyncio.wait_for(reader.readline(), 3)
+        answer = await asyncio.wait_for(reader.read(), 3)  # to its end: what came of the body serves no other request
+        assert b" 400 " in answer.splitlines()[0]
+        assert b"\r\nconnection: close\r\n" in answer
+        writer.close()
+
+
+async def test_more_connections_than_may_be_are_told_when_to_come_back_and_probes_are_answered(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine, router={"max_connections": 3})) as client:
+        await client.session.close()
+        host, port = client.base.removeprefix("http://").split(":")
+
+        async def ask(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+            return reader, writer
+
+        await eventually(lambda: not client.gate.connections)
+        kept = [await ask("/v1/models") for _ in range(3)]
+        assert [b" 200 " in await reader.readline() for reader, _ in kept] == [True] * 3
+        reader, refused = await ask("/v1/models")
+        head, _, body = (await asyncio.wait_for(reader.read(), 3)).partition(b"\r\n\r\n")
+        assert (b" 503 " in head, b"retry-after: 1" in head, b"connection: close" in head) == (True, True, True)
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        reader, writer = await ask("/healthz")
+        assert b" 200 " in await reader.readline()
+        for other in (writer, refused, *(writer for _, writer in kept)):
+            other.close()
+        await eventually(lambda: not client.gate.connections)
+        reader, writer = await ask("/v1/models")
+        assert b" 200 " in await reader.readline()
         writer.close()
 
 
