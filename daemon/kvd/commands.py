@@ -365,14 +365,19 @@ def evict(
     wanted = _keys(words)
     if not wanted and namespace is None:
         raise UsageError("evict what?", hint="name keys, or a --namespace; kvd clear forgets everything")
+    from kvd.wire import protocol as p
+
     where = "everywhere" if all_tiers else "from the arena"
     if not wanted:
         _confirm(f"Drop the whole namespace {namespace} {where}?", yes)
     with _client(socket, timeout, namespace) as client:
         if not all_tiers:
             _settle(client, wanted)
-        gone = client.delete(wanted, arena_only=not all_tiers) if wanted else client.clear(arena_only=not all_tiers)
-    _say(json, "kvd.evict/1", {"dropped": gone, "all_tiers": all_tiers}, f"{gone} values dropped {where}")
+        space = client.namespace
+        request = p.Delete(0, space, wanted, not all_tiers) if wanted else p.Clear(0, space, not all_tiers)
+        done = client.connect().call(request, p.Count, parse_duration(timeout))
+    body = {"dropped": done.count, "all_tiers": all_tiers, "left": done.left, "why": done.why}
+    _forgotten(json, "kvd.evict/1", body, f"{_values(done.count)} dropped {where}", done)
 
 
 def _settle(client: Any, keys: list[bytes]) -> None:
@@ -387,9 +392,28 @@ def _settle(client: Any, keys: list[bytes]) -> None:
 
 def clear(socket: Path | None, namespace: str | None, yes: bool, timeout: str, json: bool) -> None:
     _confirm(f"Forget {'everything' if namespace is None else 'namespace ' + namespace}, in the arena and in every tier?", yes)
+    from kvd.wire import protocol as p
+
     with _client(socket, timeout, namespace) as client:
-        gone = client.clear(all_namespaces=namespace is None)
-    _say(json, "kvd.clear/1", {"cleared": gone}, f"{gone} values forgotten")
+        space = b"" if namespace is None else client.namespace
+        done = client.connect().call(p.Clear(0, space, False), p.Count, parse_duration(timeout))
+    body = {"cleared": done.count, "left": done.left, "why": done.why}
+    _forgotten(json, "kvd.clear/1", body, f"{_values(done.count)} forgotten", done)
+
+
+def _values(count: int) -> str:
+    return "1 value" if count == 1 else f"{count} values"
+
+
+def _forgotten(json: bool, schema: str, body: dict[str, object], sentence: str, done: Any) -> None:
+    """Say what a delete or clear came to. Raises KvError where a tier has not got rid of everything."""
+    if json or not done.left:
+        _say(json, schema, body, sentence)
+    if done.left:
+        raise KvError(
+            f"{sentence}, but {'1 is' if done.left == 1 else f'{done.left} are'} still to go from a tier: {done.why}",
+            hint="nobody reads them any more; a restart before that tier has forgotten them brings them back",
+        )
 
 
 def drain(socket: Path | None, timeout: str, json: bool) -> None:

@@ -383,8 +383,8 @@ class Operations:
             return p.Failed(m.id, "busy", CLOGGED)
         held = (self.store.find(m.namespace, keys) != ABSENT) | np.array(self.tiering.has(identities, known), dtype=bool)
         self.store.delete(m.namespace, keys, pid=pid)
-        await self.tiering.delete(identities)
-        return p.Count(m.id, int(held.sum()))
+        done = await self.tiering.delete(identities)
+        return p.Count(m.id, int(held.sum()), done.left, done.why)
 
     def clear(self, link: Connection, m: p.Clear) -> RESULT:
         if not m.arena_only:
@@ -392,7 +392,7 @@ class Operations:
         return self._cleared(m)
 
     async def _cleared(self, m: p.Clear) -> p.Answer:
-        return p.Count(m.id, await rounds.clear(self.store, self.tiering, m.namespace or None, arena_only=m.arena_only))
+        return p.Count(m.id, *await rounds.clear(self.store, self.tiering, m.namespace or None, arena_only=m.arena_only))
 
     async def _flush(self, m: p.Flush) -> p.Answer:
         try:

@@ -13,6 +13,7 @@ from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
 from kvd.store.store import ABSENT, Store
 from kvd.tiers.adapters.base import Adapter, Hit
 from kvd.tiers.fetch import Known
+from kvd.tiers.forgetting import Forgotten
 from kvd.tiers.tiering import ASK_S, Tiering
 from kvd.wire import protocol as p
 
@@ -24,10 +25,10 @@ Row = tuple[bytes, int, int, int, str]
 Snapshot = list[tuple[bytes, list[bytes]]]
 
 
-async def clear(store: Store, tiering: Tiering, namespace: bytes | None, *, arena_only: bool) -> int:
+async def clear(store: Store, tiering: Tiering, namespace: bytes | None, *, arena_only: bool) -> Forgotten:
     """Forget everything (of one namespace), in the arena and, unless `arena_only`, in every tier; how many values."""
     if arena_only or not tiering.tiers:
-        return sum([len(identities) async for identities in _clear_arena(store, namespace)])
+        return Forgotten(sum([len(identities) async for identities in _clear_arena(store, namespace)]))
     return await tiering.clear(namespace, arena=_clear_arena(store, namespace))
 
 

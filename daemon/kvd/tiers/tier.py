@@ -170,8 +170,9 @@ class Tier:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
         except TimeoutError:
-            more = f" and {len(self.doomed)} deletes" if self.doomed else ""
-            log.warning("tier %s: %d values%s were still on their way at the deadline", self.name, self.waiting, more)
+            log.warning("tier %s: %d values were still on their way at the deadline", self.name, self.waiting)
+            if self.doomed:
+                log.warning("tier %s: it has not forgotten %d values: the next start finds them again", self.name, len(self.doomed))
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

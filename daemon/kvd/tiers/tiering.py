@@ -31,6 +31,7 @@ from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
 from kvd.tiers.adapters.base import Adapter, AdapterError, Durability, Hit, Loaded, Want
 from kvd.tiers.fetch import NOTHING, Fetch, Known, Loading, Maker, Row, Source
+from kvd.tiers.forgetting import Erased, Forgotten, carried_out, trouble
 from kvd.tiers.policies import Asking, PrefetchPolicy, StorePolicy, TierState, Value
 from kvd.tiers.tier import IN_FLIGHT, TASKS, TIERS_MAX, Receipt, Tier
 from kvtools.errors import UsageError
@@ -38,6 +39,8 @@ from kvtools.errors import UsageError
 log = logging.getLogger("kvd.tiers")
 
 ERASE_ITEMS = 4096
+CLEAR_S = 50.0
+"""How long a clear waits for tiers to have done it: less than the least patient client of its own, `kvd clear`, waits."""
 ASK_S = 2.0
 """How long a tier without an index in memory may take to answer a look-up, whatever the client's deadline."""
 
@@ -246,18 +249,16 @@ class Tiering:
         """What waits in vain for tiers that do not work; None where all of them do."""
         broken = [tier for tier in self.tiers if tier.broken]
         left = sum(max(1, tier.waiting) for tier in broken)
-        why = "; ".join(
-            f"tier {tier.name} does not work ({tier.breaker.reason or 'a call into it does not return'})" for tier in broken
-        )
+        why = "; ".join(trouble(tier) for tier in broken)
         return Flushed(Durability.NONE, left, why) if broken else None
 
-    async def delete(self, identities: list[Identity], timeout_s: float = 5.0) -> int:
-        """Forget these in every tier; returns how many identities some tier held.
+    async def delete(self, identities: list[Identity], timeout_s: float = 5.0) -> Forgotten:
+        """Forget these in every tier; how many identities some tier held.
 
         Look-ups miss them at once. A tier that is out of order gets its deletes when it is back: no wait for that.
         """
         held: set[Identity] = set()
-        receipts = []
+        erased: list[Erased] = []
         for tier in self.tiers:
             found = identities
             if tier.adapter.capabilities.local_index:
@@ -265,19 +266,15 @@ class Tiering:
                 found = [i for i, hit in zip(identities, tier.adapter.lookup(identities), strict=True) if hit]
                 held.update(i for i in found if i not in tier.doomed)
             if found:
-                receipt = tier.erase(found)
-                if not tier.broken:
-                    receipts.append(receipt.done)
+                erased.append((tier, tier.erase(found), len(found)))
         for identity in identities:
             if loading := self._loading.get(identity):
                 loading.void = True
-        if receipts:
-            await asyncio.wait(receipts, timeout=timeout_s)
-        return len(held)
+        return await carried_out(len(held), erased, timeout_s)
 
     async def clear(
-        self, namespace: bytes | None, timeout_s: float = 60.0, *, arena: AsyncIterator[list[Identity]] | None = None
-    ) -> int:
+        self, namespace: bytes | None, timeout_s: float = CLEAR_S, *, arena: AsyncIterator[list[Identity]] | None = None
+    ) -> Forgotten:
         """Forget everything (of one namespace) in every tier. Raises AdapterError, at the end, where one could not.
 
         `arena` clears the arena, step by step; a value that was there and in tiers counts once. Look-ups miss what is being
@@ -286,7 +283,7 @@ class Tiering:
         gone: set[Identity] = set()
         unlisted = 0
         failed: list[tuple[str, str]] = []
-        receipts = []
+        erased: list[Erased] = []
         self._clearing.append(namespace)
         try:
             for identity, loading in self._loading.items():
@@ -307,18 +304,15 @@ class Tiering:
                 for start in range(0, len(held), ERASE_ITEMS):
                     some = held[start : start + ERASE_ITEMS]
                     gone.update(some)
-                    receipt = tier.erase(some)
-                    if not tier.broken:  # else it forgets them when it is back; look-ups miss them at once
-                        receipts.append(receipt.done)
+                    erased.append((tier, tier.erase(some), len(some)))
                     await asyncio.sleep(0)
         finally:
             self._clearing.remove(namespace)
-        if receipts:
-            await asyncio.wait(receipts, timeout=timeout_s)
+        forgotten = await carried_out(max(len(gone), unlisted), erased, timeout_s)
         if failed:
             names, why = zip(*failed, strict=True)
             raise AdapterError(f"all is forgotten but what is in tier {', '.join(names)}: {'; '.join(why)}")
-        return max(len(gone), unlisted)
+        return forgotten
 
     def _being_cleared(self, identity: Identity) -> bool:
         return None in self._clearing or identity[:NAMESPACE_BYTES] in self._clearing

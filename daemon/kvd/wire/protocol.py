@@ -323,7 +323,11 @@ class PrefixFound(Answer, tag=55):
 
 
 class Count(Answer, tag=56):
+    """`left`: of a delete or clear, values that a tier has not got rid of yet, and that a restart may bring back; `why` that is."""
+
     count: int
+    left: int = 0
+    why: str = ""
 
 
 class Done(Answer, tag=57):

@@ -186,7 +186,7 @@ class TestChanging:
     ) -> None:
         client.put(key(1), b"x" * 9000, wait="tier")
         run = here("evict", key(1).hex(), "--namespace", "tests", "--json")
-        assert (run.rc, run.json()) == (0, {"schema": "kvd.evict/1", "dropped": 1, "all_tiers": False})
+        assert (run.rc, run.json()) == (0, {"schema": "kvd.evict/1", "dropped": 1, "all_tiers": False, "left": 0, "why": ""})
         assert here("why", key(1).hex(), "--namespace", "tests", "--json").json()["keys"][0]["places"] == ["disk"]
         run = here("prefetch", key(1).hex(), key(9).hex(), "--namespace", "tests", "--json")
         assert run.json() == {"schema": "kvd.prefetch/1", "asked": 2, "promoted": 1}
@@ -201,7 +201,7 @@ class TestChanging:
         with daemon.client(namespace="tests") as client:
             assert client.put(key(1), b"x" * 10_000)
             run = daemon.run("evict", key(1).hex(), "--namespace", "tests")
-            assert (run.rc, run.stdout) == (0, "1 values dropped from the arena\n")
+            assert (run.rc, run.stdout) == (0, "1 value dropped from the arena\n")
             assert client.get(key(1)) == b"x" * 10_000
 
     def test_a_whole_namespace_is_asked_about_first(self, daemon: Daemon, client: Client, here: Callable[..., Ran]) -> None:
@@ -215,7 +215,7 @@ class TestChanging:
         assert here("evict", "--namespace", "tests", "--yes").rc == 0
         assert client.exists([key(1)]) == [True], "the tier keeps it"
         run = here("clear", "--namespace", "tests", "--yes", "--json")
-        assert run.json() == {"schema": "kvd.clear/1", "cleared": 1}
+        assert run.json() == {"schema": "kvd.clear/1", "cleared": 1, "left": 0, "why": ""}
         assert client.exists([key(1)]) == [False]
 
     def test_clear_forgets_all_namespaces_everywhere(self, daemon: Daemon, client: Client, here: Callable[..., Ran]) -> None:

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from tests.kvd.tiers.ram_tier import RamTier, running
 from tests.support.processes import run_cli
 
@@ -56,3 +58,26 @@ def test_drain_of_an_idle_daemon_needs_no_time_and_one_without_tiers_says_what_i
         ran = run_cli("kvd", "drain", env={"KVD_SOCKET": str(daemon.socket)})
         assert ran.rc == 0
         assert "what is in RAM ends with the daemon" in ran.stdout
+
+
+def test_a_clear_or_delete_that_a_tier_has_not_carried_out_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    ram = RamTier()
+    with running(ram) as daemon:
+        env = {"KVD_SOCKET": str(daemon.socket)}
+        keys = [os.urandom(32) for _ in range(5)]
+        with daemon.client() as client:
+            assert all(client.put_many([(key, b"x" * 5000) for key in keys], wait="tier"))
+        ram.deletes.failing = "no room"
+        ran = run_cli("kvd", "evict", "--all-tiers", keys[0].hex(), env=env)
+        assert ran.rc == 1
+        assert "1 value dropped everywhere, but 1 is still to go from a tier: tier ram does not work (no room)" in ran.stderr
+        told = run_cli("kvd", "clear", "--yes", "--json", env=env)
+        assert told.rc == 1
+        assert (told.json()["cleared"], told.json()["left"]) == (5, 5)
+        with daemon.client() as client:
+            assert client.get_many(keys) == [None] * 5, "nobody reads them all the same"
+        ram.deletes.failing = ""
+        daemon.settled()
+        assert not ram.values
+        ran = run_cli("kvd", "clear", "--yes", env=env)
+        assert (ran.rc, ran.stdout) == (0, "0 values forgotten\n")

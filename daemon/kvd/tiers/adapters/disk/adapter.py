@@ -15,7 +15,6 @@ the device's sake, AdapterFull or AdapterError is raised, so that the tier's bre
 Concurrency: every method from any thread, several at once, between `open` and `close`.
 """
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -55,7 +54,7 @@ from kvd.tiers.adapters.disk.lending import LendingDesk
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of, void
 from kvd.tiers.adapters.disk.region import Region, State
-from kvd.tiers.adapters.disk.storage import DirectIO, RealStorage, Storage, allow_open_files
+from kvd.tiers.adapters.disk.storage import NO_ROOM, DirectIO, RealStorage, Storage, allow_open_files
 from kvd.tiers.adapters.disk.syncing import Syncer
 from kvd.tiers.adapters.disk.writer import Writer, reason_of
 from kvtools.errors import hint_for
@@ -253,7 +252,7 @@ class DiskAdapter(Adapter):
             self._deletes.rewrite(self._catalog.stale)
             return True
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
             log.warning("%s: no room to write the deletes log anew: going on with the old one", self.path)
             self._deletes.go_on()
@@ -268,7 +267,7 @@ class DiskAdapter(Adapter):
             if not folder.taken:
                 self._folder = manifest.take_epochs(self._io, self.path, folder, self._clock_ns)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
             log.warning("%s: no room to write the manifest anew: what is there stays, and nothing is added to its files", self.path)
             return
@@ -449,12 +448,19 @@ class DiskAdapter(Adapter):
         return held
 
     def _note_deletes(self, lines: list[tuple[Identity, int]]) -> None:
-        try:
-            self._deletes.append(lines, sync=self.durability is Durability.FSYNC)
-        except OSError as error:
-            self.counters.io_errors += 1
-            why = f"{self.name}: a delete in {self.path} may not outlive a restart: {error.strerror}"
-            raise AdapterError(why, hint=hint_for(error)) from error
+        while True:
+            try:
+                self._deletes.append(lines, sync=self.durability is Durability.FSYNC)
+                break
+            except OSError as error:
+                if error.errno in NO_ROOM and self._evictor.give_way({identity for identity, _ in lines}):
+                    # What was dropped may have been all that the lines were for.
+                    with self._catalog.changed:
+                        lines = [line for line in lines if line[0] in self._catalog.stale]
+                    continue
+                self.counters.io_errors += 1
+                why = f"{self.name}: a delete in {self.path} may not outlive a restart: {error.strerror}"
+                raise AdapterError(why, hint=hint_for(error)) from error
         with self._catalog.changed:
             needed = len(self._catalog.stale)
             if self._deletes.lines - needed <= max(_DELETES_SPENT_MIN, needed):

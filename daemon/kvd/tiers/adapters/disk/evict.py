@@ -14,7 +14,7 @@ before the zeroing brings the region back whole.
 Concurrency: one thread at a time makes room (`_space`); others go on reading and writing meanwhile.
 """
 
-import errno
+import logging
 import threading
 import time
 from pathlib import Path
@@ -32,9 +32,11 @@ from kvd.tiers.adapters.disk.index import Entry, at, unpack
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.region import Region, State
 from kvd.tiers.adapters.disk.scan import read_records
-from kvd.tiers.adapters.disk.storage import Storage
+from kvd.tiers.adapters.disk.storage import NO_ROOM, Storage
 from kvd.tiers.adapters.disk.writer import Writer
 from kvtools.errors import hint_for
+
+log = logging.getLogger("kvd.disk")
 
 _MOVE_BYTES_MAX = 32 << 20
 _IDLE_WAIT_S = 10.0
@@ -83,7 +85,7 @@ class Evictor:
                 try:
                     return self._files.make(retention)
                 except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._files.has_free():
+                    if error.errno not in NO_ROOM or self._files.has_free():
                         raise
                     # The disk is fuller than the budget knows: live with fewer regions, as long as there is one to take.
             if self._evict_one(retention, moving) or (time.monotonic() < deadline and self._wait_for_idle()):
@@ -119,6 +121,27 @@ class Evictor:
                     mine = region.live == 0 and self._take_locked(region)
                 if mine:
                     self._drop(region, self.records(region), deleting=True)
+
+    def give_way(self, identities: set[Identity]) -> bool:
+        """Give bytes back to a file system that has none left for the deletes log; False where there are none to give.
+
+        A file that waits for its next use goes first, then a region that holds dead records of these identities: without it
+        they need no lines any more. Raises AdapterError where a restart would find that region again.
+        """
+        with self._space:
+            if self._files.drop_free():
+                return True
+            with self._catalog.changed:
+                holders = [region for region in self._catalog.regions.values() if not identities.isdisjoint(region.stale)]
+                holders.sort(key=lambda region: region.live_bytes)
+                region = next((region for region in holders if self._take_locked(region)), None)
+                live = region.live if region is not None else 0
+            if region is None:
+                return False
+            self._drop(region, self.records(region))
+            self._files.drop_free()
+        log.warning("%s: no room to note a delete: the region it is in was given up for it, with %d other values", self._root, live)
+        return True
 
     def _take_locked(self, region: Region) -> bool:
         """Make the region ours to drop."""
@@ -243,7 +266,7 @@ class Evictor:
             catalog.evicted(dropped)
         try:
             if lines:
-                self._deletes.append(lines, sync=True)
+                self._note(lines)
         except OSError as error:
             catalog.counters.io_errors += 1
             self._lost(identities)
@@ -252,6 +275,15 @@ class Evictor:
             self._lost(identities)
             if deleting:
                 raise AdapterError(f"{self._root}: a delete may not outlive a restart: a region could not be emptied")
+
+    def _note(self, lines: list[tuple[Identity, int]]) -> None:
+        """Add to the deletes log, with the room of a free file where there is no other. Raises OSError."""
+        try:
+            self._deletes.append(lines, sync=True)
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self._files.drop_free():
+                raise
+            self._deletes.append(lines, sync=True)
 
     def _lost(self, identities: set[Identity]) -> None:
         """A region is forgotten here, but a restart will find it again.

@@ -7,7 +7,8 @@ still have pinned is unlinked instead, and closed by the last of them.
 
 Contract: `held_bytes` of the catalog counts every file here, so the budget holds at every moment but for unlinked files
 that are still being read. Failure: OSError goes up; a half-made file is removed first.
-Concurrency: `make`, `release` and `trim` are called by one thread at a time (the space lock of `evict`), the rest by any.
+Concurrency: `make`, `release`, `drop_free` and `trim` are called by one thread at a time (the space lock of `evict`), the rest
+by any.
 """
 
 import errno
@@ -215,6 +216,14 @@ class RegionFiles:
             if odd or self.catalog.held_bytes + wanted > geometry.max_bytes:
                 self.free.remove(file)
                 self._remove(file.path, file.fd, file.size)
+
+    def drop_free(self) -> bool:
+        """Remove a free file, for the bytes it takes of the file system; False where there is none."""
+        if not self.free:
+            return False
+        file = self.free.pop()
+        self._remove(file.path, file.fd, file.size)
+        return True
 
     def _remove(self, path: Path, fd: int, size: int) -> None:
         try:

@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol
 from kvtools.segments.files import lock_for_life, still_named
 
 Buffer = bytes | bytearray | memoryview
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What a file system says that has no bytes left, or none left for us."""
 _SPARE_FILES = 256
 """Open files that everything else in the process may need."""
 

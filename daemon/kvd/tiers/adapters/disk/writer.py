@@ -12,7 +12,6 @@ leftover behind them is never taken for their successor. A region that fails thr
 Concurrency: any number of threads, one per lane.
 """
 
-import errno
 from collections.abc import Callable
 
 from kvd.tiers.adapters.base import AdapterError
@@ -20,12 +19,12 @@ from kvd.tiers.adapters.disk.catalog import Catalog
 from kvd.tiers.adapters.disk.extents import GROUP_BYTES, GROUP_EXTENTS, LARGE_BYTES, Draft, ExtentWriter
 from kvd.tiers.adapters.disk.format import extent_bytes
 from kvd.tiers.adapters.disk.region import Region
-from kvd.tiers.adapters.disk.storage import Storage
+from kvd.tiers.adapters.disk.storage import NO_ROOM, Storage
 
 
 def reason_of(error: OSError) -> str:
     """The word that Stored.reason has for an OSError."""
-    return "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "io_error"
+    return "full" if error.errno in NO_ROOM else "io_error"
 
 
 class Writer:
