@@ -13,4 +13,5 @@ A model's life:    idle -> sleep -> control -> engine;  room decides whether it 
     openapi    what is answered where  prewarm   keys, straight to kvd            preflight kvdoctor's warnings at the start
     publish    the stats segment       ask       asking a running gate            show      what commands print
     warden     runs beside each engine, and ends it when the gate is gone
+    enter      becomes an engine in a tmux session, with its environment
 """

@@ -489,7 +489,7 @@ def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
     for config in models:
         if config.instance is not None:
             # Log files and tmux sessions are named so, and clients may be: one engine each.
-            other = short.setdefault(_plain(config.instance.name), config.name)
+            other = short.setdefault(plain(config.instance.name), config.name)
             if other != config.name:
                 raise ConfigError(
                     f"{file}: {other!r} and {config.name!r} both have the name {config.instance.name!r}", hint=_OWN_NAME
@@ -515,7 +515,7 @@ def _by_name(models: list[ModelConfig], file: str) -> dict[str, ModelConfig]:
 _OWN_NAME = "give the instance a `name` of its own"
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """What is left of an instance's name where only some characters may stand."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)
 

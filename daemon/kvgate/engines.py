@@ -12,7 +12,11 @@ Meanwhile its model is `starting` and requests wait; after three starts in a row
 are answered at once. The last lines of its output are part of the error.
 
 Output goes to `<log_dir>/<name>.log` (0600), 16 MiB and one older file at most. When an engine has ended, its process group
-is killed and its pool segment removed, if no other process holds it.
+is killed and its pool segment removed, if no other process holds it; so are the stats segments of those of its processes that
+had no time to do it.
+
+An engine whose model is removed ends when its last stream has, however long that takes, unless something new needs its port or
+its name: then its streams have the model's drain time.
 
 Concurrency: one task an engine. The event loop writes logs: lines are few and small, and the page cache takes them.
 """
@@ -24,16 +28,18 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvgate.config import GateConfig, ModelConfig
+from kvgate.config import GateConfig, ModelConfig, plain
 from kvgate.errors import EngineError
 from kvgate.launcher import Held, Subprocess, Tmux, argv, environment, segment_of
 from kvgate.router import Backend, Router
 from kvtools.errors import KvError, NotFound, hint_for
 from kvtools.output import printable
 from kvtools.segments import owner, pool
-from kvtools.segments.files import SHM
+from kvtools.segments.files import SHM, pid_namespace
+from kvtools.segments.stats import find_stats, read_stats, remove_unlocked
 
 log = logging.getLogger("kvgate.engines")
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
@@ -139,6 +145,7 @@ class Engine:
         in_tmux = self.instance.launcher == "tmux"
         output = EngineLog(None if in_tmux else self._supervisor.log_path(self.name))
         ended: asyncio.Task[int] | None = None
+        started_ns = time.time_ns()
         try:
             async with self._supervisor.turn(self.config):
                 if self._supervisor.make_room is not None:
@@ -154,7 +161,7 @@ class Engine:
         finally:
             if ended is not None:
                 ended.cancel()
-            await self._clean_up()
+            await self._clean_up(started_ns)
             output.close()
         self._vain = 0 if ready else self._vain + 1
         why = _ended(status) if status is not None else f"did not serve within {self.instance.ready_timeout_s:g} s"
@@ -212,13 +219,14 @@ class Engine:
             await asyncio.wait([ended], timeout=self._supervisor.poll_s)
         return False
 
-    async def _clean_up(self) -> None:
+    async def _clean_up(self, started_ns: int) -> None:
         self.backend.process_up = False
         held, self._held = self._held, None
         if held is not None:
             await held.end(self._supervisor.shutdown_timeout_s)
             self.pid = 0
             remove_segment(segment_of(self.config), self._supervisor.root)
+            remove_stats(started_ns, self._supervisor.root)
 
     def _report(self, why: str, *, final: bool = False) -> None:
         """The engine is down: say so where people and clients look."""
@@ -254,6 +262,46 @@ def remove_segment(name: str, root: Path = SHM) -> None:
         log.warning("the segment %s stays: %s", name, error.message)
 
 
+def remove_stats(since_ns: int, root: Path = SHM) -> None:
+    """Remove the connector's stats segments that were made after `since_ns` (unix) and whose writers are gone.
+
+    They are named by pids, so no later engine takes them over: each engine that is killed would leave one a rank.
+    """
+    try:
+        for path in find_stats(root, "connector"):
+            found = read_stats(path, root)
+            if not found.alive and found.created_ns >= since_ns and found.pid_namespace == pid_namespace():
+                remove_unlocked(path)
+    except KvError as error:
+        log.warning("stats segments stay: %s", error.message)
+
+
+@dataclass
+class Ending:
+    """An engine whose model is gone or has changed, until its process has ended."""
+
+    config: ModelConfig
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when something new needs its place."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def patience_left_s(self) -> float:
+        """How long an engine beside it goes on waiting for the memory it holds."""
+        return max(0.0, self.since + self.config.sleep.drain_timeout_s - time.monotonic())
+
+    def stands_in_the_way_of(self, other: ModelConfig) -> bool:
+        """Whether `other` cannot start before this one is gone: they share a port, a log and tmux session, or a segment."""
+        mine, theirs = self.config.instance, other.instance
+        if mine is None or theirs is None:
+            return False
+        same_name = plain(mine.name) == plain(theirs.name)
+        return self.config.endpoint == other.endpoint or same_name or segment_of(self.config) == segment_of(other)
+
+    def shares_a_device_with(self, other: ModelConfig) -> bool:
+        return bool(set(self.config.devices or (-1,)) & set(other.devices or (-1,)))
+
+
 class Supervisor:
     """All engines of one gate."""
 
@@ -275,34 +323,46 @@ class Supervisor:
         self._router = router
         self._log_dir = config.log_dir or default_log_dir(environ)
         self._turns: dict[int, asyncio.Lock] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[asyncio.Task[None], Ending] = {}
+        self._stopping = asyncio.Event()
 
     def apply(self) -> None:
         """Start an engine for every new backend that has an instance, and end those whose backend is gone."""
         wanted = {name: b for name, b in self._router.backends.items() if b.config.instance is not None}
-        before: list[asyncio.Task[None]] = []
         for name, engine in list(self.engines.items()):
             if wanted.get(name) is not engine.backend:
                 del self.engines[name]
-                before.append(asyncio.create_task(self._retire(engine), name=f"end {engine.name}"))
-        self._ending.update(before)
-        for task in before:
-            task.add_done_callback(self._ending.discard)
+                ending = Ending(engine.config)
+                task = asyncio.create_task(self._retire(engine, ending), name=f"end {engine.name}")
+                self._ending[task] = ending
+                task.add_done_callback(self._ending.pop)
         for name, backend in wanted.items():
             if name not in self.engines:
                 self.engines[name] = Engine(backend, self)
 
-    async def _retire(self, engine: Engine) -> None:
-        """Let the streams of a removed or changed model end, within its drain time, then end its engine."""
-        await engine.backend.lane.drained(engine.config.sleep.drain_timeout_s)
+    async def _retire(self, engine: Engine, ending: Ending) -> None:
+        """Let the streams of a removed or changed model end, within its drain time where there is hurry, then end its engine."""
+        drained = asyncio.create_task(engine.backend.lane.drained(None))
+        hurry, stopping = asyncio.create_task(ending.hurry.wait()), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([drained, hurry, stopping], return_when=asyncio.FIRST_COMPLETED)
+            patience_s = engine.config.sleep.drain_timeout_s
+            await asyncio.wait([drained, stopping], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (drained, hurry, stopping):
+                task.cancel()
         await engine.stop()
 
     @contextlib.asynccontextmanager
     async def turn(self, config: ModelConfig) -> AsyncIterator[None]:
         """Hold the places of the engine's devices. Locks are first come first served, and taken in one order."""
-        # A predecessor on the same port must be gone first.
-        while self._ending:
-            await asyncio.wait(self._ending)
+        # A predecessor on the same port must be gone first; one on the same device holds memory, and has its drain time for that.
+        while before := {task: ending for task, ending in self._ending.items() if ending.stands_in_the_way_of(config)}:
+            for ending in before.values():
+                ending.hurry.set()
+            await asyncio.wait(before)
+        if beside := {task: ending for task, ending in self._ending.items() if ending.shares_a_device_with(config)}:
+            await asyncio.wait(beside, timeout=max(ending.patience_left_s for ending in beside.values()))
         async with contextlib.AsyncExitStack() as stack:
             for device in config.devices or (-1,):
                 await stack.enter_async_context(self._turns.setdefault(device, asyncio.Lock()))
@@ -319,6 +379,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End all engines at once: each has the shutdown time to do it by itself."""
+        self._stopping.set()
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()), *self._ending)
 
 

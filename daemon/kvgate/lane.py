@@ -100,8 +100,8 @@ class Lane:
             if not place.done():
                 place.set_exception(error)
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until nobody is running; False when that took longer than `timeout_s`."""
+    async def drained(self, timeout_s: float | None) -> bool:
+        """Wait until nobody is running; False when that took longer than `timeout_s` (None: however long it takes)."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()

@@ -9,29 +9,31 @@ A process runs under a warden (warden.py), which leads a session of its own, so 
 the group ends everything. The warden does that when the gate dies, also by kill -9, so no engine is left holding a GPU.
 
 `tmux` instead puts the engine into a session `kvgate-NAME` of the user's tmux server, to be looked at by hand; it lives
-until the gate, or the user, ends it. It outlives a gate that is killed, whose successor takes it over.
+until the gate, or the user, ends it. It outlives a gate that is killed, whose successor takes it over. Its environment goes by
+a file (enter.py), for the server's own is another, and words are everybody's to read.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvgate.config import ModelConfig
+from kvgate.config import ModelConfig, plain
 from kvgate.errors import EngineError
 
 log = logging.getLogger("kvgate.launcher")
 
 WARDEN = Path(__file__).with_name("warden.py")
+ENTER = Path(__file__).with_name("enter.py")
 
 
 class Held(Protocol):
@@ -75,7 +77,7 @@ CONNECTOR = (
 def segment_of(config: ModelConfig) -> str:
     """The name of the pool segment this engine makes, if it makes one."""
     assert config.instance is not None
-    return config.segment or "kvgate_" + re.sub(r"[^A-Za-z0-9_-]", "-", config.instance.name)[:57]
+    return config.segment or "kvgate_" + plain(config.instance.name)[:57]
 
 
 def environment(config: ModelConfig, base: Mapping[str, str]) -> dict[str, str]:
@@ -180,6 +182,8 @@ def _program(word: str, env: Mapping[str, str]) -> str:
 MARK = "@kvgate"
 """The session's option that says whose it is ('PID:START DIGEST'): the gate, and what it was started as."""
 LEFT_S = 10.0
+ENTER_S, ENTER_POLL_S = 10.0, 0.02
+"""How long a tmux session may take to start the little program that becomes the engine."""
 
 
 def _start_of(pid: int) -> str:
@@ -221,15 +225,19 @@ class Tmux:
         Taken over is only the very same command and environment: it holds a GPU and has a model loaded. Anything else is
         ended first. `ready` may refuse a new start, by raising. A session whose gate is alive is that gate's, and is left alone.
         """
-        session = "kvgate-" + re.sub(r"[^A-Za-z0-9_-]", "-", name)
+        session = "kvgate-" + plain(name)
         found = _program(words[0], env)
-        changed = [part for key, value in env.items() if base.get(key) != value for part in ("-e", f"{key}={value}")]
-        digest = hashlib.sha256("\0".join([found, *words[1:], *sorted(changed)]).encode()).hexdigest()[:32]
+        # What differs from the gate's own environment, and where segments lie: the rest changes with every log-in.
+        ours = [f"{key}={value}" for key, value in env.items() if base.get(key) != value or key == "KVTOOLS_SHM"]
+        digest = hashlib.sha256("\0".join([found, *words[1:], *sorted(ours)]).encode()).hexdigest()[:32]
         if left := await cls._left(session, digest):
             return left
         await ready()
-        # Several words after the options are run as they are, without a shell.
-        await _tmux("new-session", "-d", "-s", session, *changed, "--", found, *words[1:])
+        with _environment_file(env) as file:
+            # Several words after the options are run as they are, without a shell.
+            enter = (sys.executable, "-I", "-S", str(ENTER), str(file))
+            await _tmux("new-session", "-d", "-s", session, "--", *enter, found, *words[1:])
+            await _taken(file)
         pid = int(await _tmux("display-message", "-p", "-t", f"={session}:", "#{pane_pid}"))
         try:
             made = cls(session, pid, os.pidfd_open(pid))
@@ -284,6 +292,30 @@ class Tmux:
             await _tmux("kill-session", "-t", f"={self.session}")
         async with asyncio.timeout(2.0):
             await self._gone.wait()
+
+
+@contextlib.contextmanager
+def _environment_file(env: Mapping[str, str]) -> Iterator[Path]:
+    """A file of mode 0600 that holds `env`, for enter.py, which removes it; so do we, should that not have come about."""
+    fd, name = tempfile.mkstemp(prefix="kvgate-")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(dict(env), file)
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+async def _taken(file: Path) -> None:
+    """Wait until `file` was read and removed, or nobody can be waited for any longer."""
+    left = ENTER_S
+    while _there(file) and left > 0:
+        await asyncio.sleep(ENTER_POLL_S)
+        left -= ENTER_POLL_S
+
+
+def _there(file: Path) -> bool:
+    return file.exists()
 
 
 async def _tmux(*words: str) -> str:

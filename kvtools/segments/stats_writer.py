@@ -283,6 +283,9 @@ def _make(root: Path, name: str, size: int) -> tuple[int, str]:
             fd = os.open(root / temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             continue
+        except FileNotFoundError:
+            hint = "shared memory must be mounted there; KVTOOLS_SHM names another folder"
+            raise Unreachable(f"no room for stats segment {name}: there is no {root}", hint=hint) from None
         except OSError as error:
             raise explain(error, name, what="stats segment", root=root) from None
         # Until it is locked, a writer that sweeps up takes it for a killed one's.

@@ -1,5 +1,8 @@
 """Engines as processes: started in order, watched, started again, ended with everything they left behind."""
 
+import contextlib
+import http.client
+import json
 import os
 import shutil
 import signal
@@ -8,13 +11,15 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvgate.config import load
-from kvgate.engines import EngineLog
+from kvgate.engines import EngineLog, remove_stats
 from kvgate.launcher import argv, environment
 from kvtools.segments import pool
 from tests.kvgate.process import FAKE, GateProcess, alive, gate, instance, notes, write
@@ -159,6 +164,73 @@ def test_reload_starts_replaces_and_ends_engines(tmp_path: Path) -> None:
         assert running.ask("/v1/completions", {"model": "gone"})[0] == 404
 
 
+def test_a_removed_models_stream_ends_by_itself_unless_its_port_is_needed(tmp_path: Path) -> None:
+    keep = instance("keep", tmp_path, devices=[1])
+    gone = instance("gone", tmp_path, devices=[0], sleep={"drain_timeout_seconds": 0.2})
+    ask = {"model": "gone", "stream": True, "fake": {"chunks": 15, "pause": 0.1}}
+
+    def stream(url: str, body: dict[str, object]) -> bytes:
+        request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            try:
+                return bytes(answer.read())
+            except http.client.IncompleteRead as error:
+                return error.partial
+
+    with gate(tmp_path, instances=[keep, gone]) as running, ThreadPoolExecutor() as pool:
+        running.until(lambda: {running.state("keep"), running.state("gone")} == {"awake"})
+        got = pool.submit(stream, running.url, ask)
+        running.until(lambda: running.ask("/models")[1]["models"]["gone"]["running"] == 1)
+        write(tmp_path, instances=[keep])
+        assert running.ask("/admin/reload", method="POST")[1]["removed"] == ["gone"]
+        assert got.result().endswith(b"data: [DONE]\n\n"), "its drain time was over long before"
+        running.until(lambda: not alive(notes(tmp_path, "gone")[0]["pid"]))
+
+        write(tmp_path, instances=[keep, gone])
+        running.ask("/admin/reload", method="POST")
+        running.until(lambda: running.state("gone") == "awake")
+        got = pool.submit(stream, running.url, {**ask, "fake": {"chunks": 10_000, "pause": 0.1}})
+        running.until(lambda: running.ask("/models")[1]["models"]["gone"]["running"] == 1)
+        write(tmp_path, instances=[keep])
+        running.ask("/admin/reload", method="POST")
+        write(tmp_path, instances=[keep, {**gone, "model": "new", "name": "new"}])
+        running.ask("/admin/reload", method="POST")
+        running.until(lambda: running.state("new") == "awake")
+        assert b"the engine broke off inside its answer" in got.result()
+        assert len(notes(tmp_path, "keep")) == 1
+
+
+LEAVES_ONE = """
+import os, sys, time
+from pathlib import Path
+from kvtools.segments.stats import Metric, StatsWriter
+writer = StatsWriter("connector", sys.argv[2], [Metric("n", "counter", "", "")], root=Path(sys.argv[1]))
+print("made", flush=True)
+sys.stdin.read(1)
+os._exit(9)
+"""
+
+
+def test_a_killed_engines_stats_segments_do_not_stay(tmp_path: Path) -> None:
+    def leave(instance_: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", LEAVES_ONE, str(tmp_path), instance_]
+        made = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert made.stdout is not None
+        assert made.stdout.readline() == b"made\n"
+        return made
+
+    older = leave("11-0")
+    older.communicate(b"x")
+    since_ns = time.time_ns()
+    ours, living = leave("12-0"), leave("13-0")
+    ours.communicate(b"x")
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_stats(since_ns, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kvtools.connector.11-0", "kvtools.connector.13-0"]
+    living.communicate(b"x")
+    remove_stats(since_ns, tmp_path / "none")  # no folder, no trouble
+
+
 @pytest.fixture
 def tmux_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tmux server of the test's own."""
@@ -184,6 +256,27 @@ def test_engine_in_a_tmux_session(tmp_path: Path, tmux_server: None) -> None:
         running.until(lambda: len(notes(tmp_path, "o.ne")) == 2 and running.state("o.ne") == "awake")
         assert running.stop() == 0
     assert not alive(notes(tmp_path, "o.ne")[1]["pid"])
+
+
+@pytest.mark.real("tmux")
+@pytest.mark.skipif(not shutil.which("tmux"), reason="needs tmux: apt-get install tmux")
+def test_an_engine_in_tmux_has_the_gates_environment_and_shows_it_to_nobody(tmp_path: Path, tmux_server: None) -> None:
+    """Also where a tmux server runs already, which has another one."""
+    subprocess.run(
+        ["tmux", "new-session", "-d", "-s", "mine", "sleep", "600"], env={**os.environ, "HF_HOME": "/of/the/server"}, check=True
+    )
+    one = instance("one", tmp_path, launcher="tmux", engine_env=["HF_TOKEN=hush-hush-hush"])
+    environ = {"HF_HOME": "/of/the/gate", "KVTOOLS_SHM": str(tmp_path), "KVGATE_KEY": "secret", "TMPDIR": str(tmp_path)}
+    with gate(tmp_path, instances=[one], environ=environ) as running:
+        running.until(lambda: running.state("one") == "awake")
+        has = notes(tmp_path, "one")[0]["env"]
+        assert (has["HF_HOME"], has["KVTOOLS_SHM"], has["HF_TOKEN"]) == ("/of/the/gate", str(tmp_path), "hush-hush-hush")
+        assert "TMUX_PANE" in has
+        assert "KVGATE_KEY" not in has
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                assert b"hush-hush" + b"-hush" not in path.read_bytes()
+        assert not list(tmp_path.glob("kvgate-*")), "the file is gone with its reading"
 
 
 @pytest.mark.real("tmux")

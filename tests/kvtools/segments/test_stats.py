@@ -372,6 +372,12 @@ def test_a_dead_writers_file_is_removed_and_a_live_ones_not(tmp_path: Path) -> N
     writer.close()
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match=r"there is no .*/none") as caught:
+        StatsWriter("kvd", "x", [], root=tmp_path / "none")
+    assert "KVTOOLS_SHM" in caught.value.hint
+
+
 def test_no_room_is_an_error_before_anything_is_seen() -> None:
     """On a real, full tmpfs of its own mount namespace."""
     code = """
