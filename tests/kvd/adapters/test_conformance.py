@@ -63,6 +63,8 @@ def over(names: Iterable[str]) -> pytest.MarkDecorator:
 
 everybody = over(SUBJECTS)
 damageable = over(name for name, kind in SUBJECTS.items() if kind.damageable)
+looking = over(name for name, kind in SUBJECTS.items() if kind.damageable and not kind.indexed and name != "disk")
+"""Those whose look-ups see the medium; the others know by heart what is there, and a load finds damage."""
 shared = over(name for name, kind in SUBJECTS.items() if kind.shared)
 capped = over(name for name, kind in SUBJECTS.items() if kind.capped)
 
@@ -266,6 +268,41 @@ def test_a_damaged_object_is_a_miss_that_can_be_stored_again(subject: Subject, w
         assert put(adapter, 1).ok
         assert get(adapter, 1) == body(1)
         assert get(adapter, 2) == body(2)
+
+
+@damageable
+@pytest.mark.parametrize("where", ["empty", "truncated", "header", "longer", "head flipped", "foreign", "noise"])
+def test_damage_that_a_look_up_sees_is_counted_and_taken_away(
+    subject: Subject, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon loads only what a look-up has found: what that passes over in silence would lie there for ever."""
+    with subject.opened() as adapter:
+        put(adapter, 1)
+        put(adapter, 2)
+        whole = subject.raw(ident(1))
+        head = bytearray(whole)
+        head[80] ^= 1
+        damage = {
+            "empty": b"",
+            "truncated": whole[:-1],
+            "header": whole[: envelope.SIZE],
+            "longer": whole + b"\0",
+            "head flipped": bytes(head),
+            "foreign": subject.raw(ident(2)),
+            "noise": random.Random(5).randbytes(len(whole)),
+        }
+        subject.set_raw(ident(1), damage[where])
+        hits = adapter.lookup([ident(1), ident(2), ident(3)])
+        assert [hit is not None for hit in hits[1:]] == [True, False]
+        if hits[0] is not None or (where == "empty" and subject.empty_is_missing):
+            assert adapter.counters.corruptions == 0, "it is for the load to find"
+            return
+        assert adapter.counters.corruptions == 1
+        assert "1 found by a look-up" in caplog.text
+        assert adapter.lookup([ident(1)]) == [None]
+        assert adapter.counters.corruptions == 1, "it is gone"
+        assert put(adapter, 1).ok
+        assert get(adapter, 1) == body(1)
 
 
 @damageable

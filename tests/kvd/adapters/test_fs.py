@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, Durability, Loaded
-from kvd.tiers.adapters.fs import MANIFEST, FsAdapter
+from kvd.tiers.adapters.fs import MANIFEST, RECOUNT_S, FsAdapter
 from tests.kvd.adapters.subjects import Fs
 from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.support.processes import run_python
@@ -83,8 +83,9 @@ def test_what_dead_writers_left_is_swept_and_what_is_young_is_not(fs: Fs) -> Non
         assert adapter.usage().entries == 0
 
 
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "loaded"])
 @pytest.mark.parametrize("thing", ["link", "directory", "pipe"])
-def test_something_else_in_a_files_place_is_not_followed(fs: Fs, thing: str, tmp_path: Path) -> None:
+def test_something_else_in_a_files_place_is_not_followed(fs: Fs, thing: str, asked: bool, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"s" * 5128)
     with fs.opened() as adapter:
@@ -96,12 +97,33 @@ def test_something_else_in_a_files_place_is_not_followed(fs: Fs, thing: str, tmp
             (path / "inside").mkdir(parents=True)
         else:
             os.mkfifo(path)
-        assert adapter.lookup([ident(1)]) == [None]
-        assert get(adapter, 1) is Loaded.CORRUPT
+        if asked:
+            assert adapter.lookup([ident(1)]) == [None]
+        else:
+            assert get(adapter, 1) is Loaded.CORRUPT
+        assert adapter.counters.corruptions == 1
+        assert get(adapter, 1) is Loaded.MISS
         assert put(adapter, 1).ok
         assert get(adapter, 1) == body(1)
         assert adapter.usage().entries == 1
     assert secret.read_bytes() == b"s" * 5128
+
+
+def test_files_are_counted_anew_soon_after_damage(fs: Fs) -> None:
+    """A file that somebody cut has another size than it was counted with: the count must not stay wrong till the next scan."""
+    with fs.opened() as adapter:
+        assert isinstance(adapter, FsAdapter)
+        now = time.time_ns()
+        adapter._clock_ns = lambda: now
+        for number in range(4):
+            put(adapter, number)
+        for number in range(3):
+            os.truncate(fs.path(ident(number)), 10)
+        assert adapter.lookup([ident(n) for n in range(3)]) == [None] * 3
+        now += int((RECOUNT_S + 1) * 1e9)
+        put(adapter, 5)
+        assert adapter.usage().bytes_used == sum(path.stat().st_size for path in fs.folder.rglob("*.kv"))
+        assert adapter.usage().entries == 2
 
 
 def test_a_directory_in_the_way_does_not_stop_a_store(fs: Fs) -> None:

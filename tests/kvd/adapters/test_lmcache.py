@@ -75,6 +75,21 @@ def test_large_and_many_values(server: LmcacheServer) -> None:
 
 
 @pytest.mark.real("lmcache")
+def test_an_answer_in_two_parts_does_not_wait_for_an_acknowledgement(server: LmcacheServer) -> None:
+    """The server writes a frame and then the bytes; the kernel acknowledges the first part when it likes: 40 ms, a look-up."""
+    adapter = adapter_at(server.port, prefix="parts")
+    adapter.open()
+    put(adapter, 1)
+    times = []
+    for _ in range(40):
+        begun = time.monotonic()
+        assert adapter.lookup([ident(1)])[0] is not None
+        times.append(time.monotonic() - begun)
+    adapter.close()
+    assert sorted(times)[len(times) // 2] < 0.03
+
+
+@pytest.mark.real("lmcache")
 def test_an_envelope_that_was_damaged_hides_its_value_until_it_is_stored_again(server: LmcacheServer) -> None:
     adapter = adapter_at(server.port, prefix="envelopes")
     adapter.open()
@@ -82,6 +97,7 @@ def test_an_envelope_that_was_damaged_hides_its_value_until_it_is_stored_again(s
         put(adapter, number)
         server.ask(1, f"envelopes@1@1@{ident(number).hex()}@uint8", damage)
         assert adapter.lookup([ident(number), ident(99)]) == [None, None]
+        assert adapter.counters.corruptions == number + 1
         assert put(adapter, number).ok
         assert adapter.lookup([ident(number)])[0] is not None
         assert get(adapter, number) == body(number)

@@ -135,6 +135,8 @@ def test_another_kind_of_key_is_damage(redis: RedisServer) -> None:
     adapter.open()
     redis.ask("RPUSH", Resp.key(ident(1)), "x")
     assert adapter.lookup([ident(1)]) == [None]
+    assert adapter.counters.corruptions == 1
+    redis.ask("RPUSH", Resp.key(ident(1)), "x")
     assert get(adapter, 1) is Loaded.CORRUPT
     assert put(adapter, 1).ok
     redis.ask("DEL", Resp.key(ident(2)))

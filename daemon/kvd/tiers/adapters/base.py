@@ -9,6 +9,7 @@ both on load. What does not match is MISS or CORRUPT, never an exception. An exc
 adapter as a whole could not do its work, and counts against its breaker.
 """
 
+import contextlib
 import errno
 import itertools
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from kvd.store.identity import Identity
 from kvd.store.retention import NEVER, Retention
+from kvd.tiers.adapters.damage import DamageLog
 from kvtools.errors import KvError, UsageError, hint_for
 from kvtools.exits import Exit
 
@@ -228,6 +230,7 @@ class Adapter(ABC):
         self.counters = Counters()
         self.evicted: Evicted = _nobody
         """Called, from any thread, with what was dropped to make room: for `kvd why`."""
+        self._looked_up_damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
 
     def listen(self, evicted: Evicted) -> None:
         """Tell of evictions; called before `open`. An adapter around others passes this on to them."""
@@ -259,6 +262,24 @@ class Adapter(ABC):
     @abstractmethod
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         """What is held, unexpired. Counts neither hit nor miss."""
+
+    def found_damaged(self, identities: Sequence[Identity]) -> None:
+        """What a look-up found and is not what was stored there: counted, said and removed, as what a load finds.
+
+        Else it would never be counted: a daemon loads only what a look-up has found.
+        """
+        if not identities:
+            return
+        self.counters.corruptions += len(identities)
+        self._looked_up_damage.note(
+            f"tier {self.name}", f"{len(identities)} found by a look-up, the first of key {identities[0][32:].hex()}"
+        )
+        with contextlib.suppress(AdapterError):  # then it is found again, and stays a miss
+            self._remove_damaged(identities)
+
+    def _remove_damaged(self, identities: Sequence[Identity]) -> None:
+        """Take these away, whatever is there. Raises AdapterError."""
+        self.delete(identities)
 
     @abstractmethod
     def load(self, wants: Sequence[Want]) -> list[Loaded]:

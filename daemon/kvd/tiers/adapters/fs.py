@@ -12,6 +12,7 @@ reads the envelope. `usage` is a count kept from a scan at start, corrected by a
 A file that is not exactly what its name says is removed and counted. Files are 0600 and directories 0700.
 """
 
+import contextlib
 import ctypes
 import errno
 import heapq
@@ -54,6 +55,8 @@ RENEW_S = 30.0
 """A load renews the time of last use when it is older than this."""
 PIECE = 1 << 20
 """A value is read, or written, and hashed in pieces that fit a core's cache: a second pass over memory costs a quarter more."""
+RECOUNT_S = 30.0
+"""After damage the files are counted again before a store that comes so much later, not for each damaged file."""
 VICTIMS = 16384
 """How many of the oldest files a scan remembers for the evictions to come."""
 
@@ -227,30 +230,34 @@ class FsAdapter(Adapter):
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         now = self._clock_ns()
         found: list[Hit | None] = []
+        damaged: list[Identity] = []
         failure: OSError | None = None
         for identity in identities:
-            head = None
+            there, head = False, None
             try:
-                head = self._head(self._path(identity))
+                there, head = self._head(self._path(identity))
             except OSError as error:
                 failure = error
-            held = head is not None and head.identity == identity and not expired(head.expires_ns, now)
-            found.append(head.hit if held and head is not None else None)
+            if there and (head is None or head.identity != identity):
+                damaged.append(identity)
+                head = None
+            found.append(head.hit if head is not None and not expired(head.expires_ns, now) else None)
+        self.found_damaged(damaged)
         if failure is not None:
             self.counters.io_errors += 1
             if not any(found):
                 raise AdapterError(f"{self.name}: cannot read {self.root}: {failure.strerror or failure}", hint=hint_for(failure))
         return found
 
-    def _head(self, target: Path) -> envelope.Head | None:
-        """The envelope of a file that is as long as it says; None where there is none, or another kind of thing."""
+    def _head(self, target: Path) -> tuple[bool, envelope.Head | None]:
+        """Whether anything is there, and the envelope, where that is a file as long as it says."""
         fd = _open(target)
         if fd is None or fd < 0:
-            return None
+            return fd is not None, None
         try:
             status = os.fstat(fd)
             head = envelope.open_head(os.pread(fd, envelope.SIZE, 0)) if stat.S_ISREG(status.st_mode) else None
-            return head if head is not None and status.st_size == self._total(head.length) else None
+            return True, head if head is not None and status.st_size == self._total(head.length) else None
         finally:
             os.close(fd)
 
@@ -305,7 +312,8 @@ class FsAdapter(Adapter):
                 counters.misses += 1
             elif result is Loaded.CORRUPT:
                 counters.corruptions += 1
-                self._drop(self._path(want.identity))
+                with contextlib.suppress(AdapterError):
+                    self._remove_damaged([want.identity])
             else:
                 counters.io_errors += 1
             results.append(result)
@@ -342,6 +350,11 @@ class FsAdapter(Adapter):
             raise AdapterError(
                 f"{self.name}: cannot delete in {self.root}: {error.strerror or error}", hint=hint_for(error)
             ) from None
+
+    def _remove_damaged(self, identities: Sequence[Identity]) -> None:
+        """What is damaged may have another size than was counted: what is there is counted anew soon."""
+        self._scanned_ns = min(self._scanned_ns, self._clock_ns() - int((self._rescan_s - RECOUNT_S) * 1e9))
+        self.delete(identities)
 
     def _drop(self, target: Path) -> bool:
         """Remove a file, whatever it is; False where there is none. Raises OSError where it stays."""
@@ -450,7 +463,7 @@ class FsAdapter(Adapter):
             for target, _ in self._files():
                 try:
                     identity = bytes.fromhex(target.name.removesuffix(".kv"))
-                    head = self._head(target)
+                    _, head = self._head(target)
                 except ValueError:
                     continue
                 if len(identity) == IDENTITY_BYTES and head is not None and head.identity == identity:

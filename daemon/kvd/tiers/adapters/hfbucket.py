@@ -141,7 +141,7 @@ class HfBucketAdapter(ObjectAdapter):
         infos = self._each(len(identities), lambda api: self._infos(api, identities))
         return [info if info is None or isinstance(info, Exception) else int(info.size) for info in infos]
 
-    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | None]:
+    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | Loaded | None]:
         infos = self._each(len(identities), lambda api: self._infos(api, identities))
         strange = {
             info.xet_hash: info
@@ -157,14 +157,14 @@ class HfBucketAdapter(ObjectAdapter):
                 failed[content] = answer
             else:
                 self._remember(content, answer)
-        found: list[envelope.Head | Exception | None] = []
+        found: list[envelope.Head | Exception | Loaded | None] = []
         for identity, info in zip(identities, infos, strict=True):
             if info is None or isinstance(info, Exception):
                 found.append(info)
                 continue
             head = self._known.get(info.xet_hash)
             fits = head is not None and head.identity == identity and info.size == envelope.SIZE + head.length
-            found.append(failed.get(info.xet_hash, head if fits else None))
+            found.append(failed.get(info.xet_hash, head if fits else Loaded.CORRUPT))
         return found
 
     def _envelope(self, contents: Any, info: Any) -> envelope.Head | Exception | None:

@@ -99,6 +99,9 @@ class Link:
 
     def answer(self) -> Answer:
         """The frame of the next answer."""
+        # The server sends a frame and what follows it as two writes, and holds the second back until the first was
+        # acknowledged: the kernel would take its time for that (40 ms), and forgets that it should not.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         raw = bytearray(_ANSWER.size)
         self.fill(memoryview(raw))
         code, length = _ANSWER.unpack(raw)[:2]
@@ -238,6 +241,7 @@ class LmcacheAdapter(Adapter):
         if not identities:
             return []
         found: list[Hit | None] = []
+        damaged: list[Identity] = []
         now = self._clock_ns()
         with self._link("look up") as link:
             for start in range(0, len(identities), ASKS):
@@ -245,20 +249,27 @@ class LmcacheAdapter(Adapter):
                 for identity in some:
                     link.ask(GET, self._key(identity, HEAD))
                 for identity in some:
-                    head = self._head(link)
-                    held = head is not None and head.identity == identity and not expired(head.expires_ns, now)
-                    found.append(head.hit if held and head is not None else None)
+                    there, head = self._head(link)
+                    if there and (head is None or head.identity != identity):
+                        damaged.append(identity)
+                        head = None
+                    found.append(head.hit if head is not None and not expired(head.expires_ns, now) else None)
+        self.found_damaged(damaged)
         return found
 
+    def _remove_damaged(self, identities: Sequence[Identity]) -> None:
+        self._empty(identities)
+
     @staticmethod
-    def _head(link: Link) -> envelope.Head | None:
+    def _head(link: Link) -> tuple[bool, envelope.Head | None]:
+        """Whether the server has anything (what is empty is deleted), and the envelope that it is."""
         answer = link.answer()
         if not answer.good or answer.length != envelope.SIZE:
             link.skip(answer.length)
-            return None
+            return answer.good and answer.length > 0, None
         raw = bytearray(envelope.SIZE)
         link.fill(memoryview(raw))
-        return envelope.open_head(raw)
+        return True, envelope.open_head(raw)
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         if not wants:

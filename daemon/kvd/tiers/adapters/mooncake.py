@@ -271,15 +271,17 @@ class MooncakeAdapter(Adapter):
         held = [i for i, answer in enumerate(answers) if answer == 1]
         found: list[Hit | None] = [None] * len(identities)
         now = self._clock_ns()
-        for i, head in zip(held, self._envelopes([identities[i] for i in held]), strict=True):
+        heads, damaged = self._envelopes([identities[i] for i in held])
+        for i, head in zip(held, heads, strict=True):
             if head is not None and not expired(head.expires_ns, now):
                 found[i] = head.hit
+        self.found_damaged(damaged)
         return found
 
-    def _envelopes(self, identities: Sequence[Identity]) -> list[envelope.Head | None]:
-        """What the objects' first bytes say; None where there is none, or not this one."""
+    def _envelopes(self, identities: Sequence[Identity]) -> tuple[list[envelope.Head | None], list[Identity]]:
+        """What the objects' first bytes say, None where that is nothing; and whose say something else than they should."""
         if not identities:
-            return []
+            return [], []
         client = self._pool()
         heads, address = self._heads(client)
         keys = [self._key(identity) for identity in identities]
@@ -289,10 +291,13 @@ class MooncakeAdapter(Adapter):
         if all(code in AWAY for code in codes):  # it told us that they exist, and then nothing more
             raise self._away("look up", codes[0])
         found: list[envelope.Head | None] = []
+        damaged: list[Identity] = []
         for (at,), (code,), identity in zip(places, answers, identities, strict=True):
             head = envelope.open_head(heads[at : at + envelope.SIZE]) if code == envelope.SIZE else None
             found.append(head if head is not None and head.identity == identity else None)
-        return found
+            if code == envelope.SIZE and found[-1] is None:
+                damaged.append(identity)
+        return found, damaged
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         results: list[Loaded] = []
@@ -355,7 +360,7 @@ class MooncakeAdapter(Adapter):
         if length < 0:
             return Loaded.ERROR if length in AWAY else Loaded.MISS
         if length != envelope.SIZE + len(want.into):
-            (head,) = self._envelopes([want.identity])
+            (head,), _ = self._envelopes([want.identity])
             return Loaded.MISS if head is not None and length == envelope.SIZE + head.length else Loaded.CORRUPT
         if code == TOO_SMALL:  # it had another size a moment ago
             return Loaded.MISS

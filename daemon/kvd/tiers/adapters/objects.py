@@ -77,8 +77,8 @@ class ObjectAdapter(Adapter):
         """Put each object in the place of what is there."""
 
     @abstractmethod
-    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | None]:
-        """The envelope of each object that is as long as it says; None where there is none."""
+    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | Loaded | None]:
+        """The envelope of each object that is as long as it says; CORRUPT where it is not, None where there is none."""
 
     @abstractmethod
     def _gets(self, wants: Sequence[Want]) -> Sequence[Loaded | Exception]:
@@ -236,10 +236,15 @@ class ObjectAdapter(Adapter):
         now = self._clock_ns()
         found: list[Hit | None] = []
         failure: Exception | None = None
-        for answer in self._heads(identities) if identities else ():
+        damaged: list[Identity] = []
+        for identity, answer in zip(identities, self._heads(identities) if identities else (), strict=True):
             if isinstance(answer, Exception):
                 failure, answer = answer, None
+            elif isinstance(answer, Loaded):
+                damaged.append(identity)
+                answer = None
             found.append(answer.hit if answer is not None and not expired(answer.expires_ns, now) else None)
+        self.found_damaged(damaged)
         if failure is not None:
             self.counters.io_errors += 1
             if not any(found):

@@ -213,6 +213,17 @@ class RespAdapter(Adapter):
         return Stored(False, "io_error")
 
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
+        found, strange = self._look(identities)
+        if strange:  # or replaced between the two questions: then it is what it should be now
+            again, damaged = self._look(strange)
+            now = dict(zip(strange, again, strict=True))
+            found = [hit or now.get(identity) for identity, hit in zip(identities, found, strict=True)]
+            self.found_damaged(damaged)
+        return found
+
+    def _look(self, identities: Sequence[Identity]) -> tuple[list[Hit | None], list[Identity]]:
+        """What is there, and whose value is there and is not what it should be. Raises AdapterError."""
+
         def add(pipeline: "redis.client.Pipeline") -> None:
             for identity in identities:
                 key = self._key(identity)
@@ -222,12 +233,15 @@ class RespAdapter(Adapter):
         answers = self._pipeline(add, "look up") if identities else []
         now = self._clock_ns()
         found: list[Hit | None] = []
+        strange: list[Identity] = []
         for i, identity in enumerate(identities):
             raw, length = answers[2 * i : 2 * i + 2]
             head = envelope.open_head(raw) if isinstance(raw, bytes) else None
             fits = head is not None and head.identity == identity and length == envelope.SIZE + head.length
+            if not fits and (raw or length) and (isinstance(raw, bytes) or _refused(raw, "WRONGTYPE")):
+                strange.append(identity)
             found.append(head.hit if fits and head is not None and not expired(head.expires_ns, now) else None)
-        return found
+        return found, strange
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         def add(pipeline: "redis.client.Pipeline", some: list[int]) -> None:

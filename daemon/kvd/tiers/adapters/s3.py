@@ -81,17 +81,19 @@ class S3Adapter(ObjectAdapter):
 
         obstore.put(self._bucket, self._name(item.identity), [envelope.seal(item), item.data], use_multipart=False)
 
-    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | None]:
-        answers = self._each(self._head, identities)
-        return [None if isinstance(answer, FileNotFoundError) or _is_empty(answer) else answer for answer in answers]
+    def _heads(self, identities: Sequence[Identity]) -> Sequence[envelope.Head | Exception | Loaded | None]:
+        rows: list[envelope.Head | Exception | Loaded | None] = []
+        for answer in self._each(self._head, identities):
+            rows.append(None if isinstance(answer, FileNotFoundError) else Loaded.CORRUPT if _is_empty(answer) else answer)
+        return rows
 
-    def _head(self, identity: Identity) -> envelope.Head | None:
+    def _head(self, identity: Identity) -> envelope.Head | Loaded:
         import obstore
 
         answer = obstore.get(self._bucket, self._name(identity), options={"range": (0, envelope.SIZE)})
         head = envelope.open_head(memoryview(answer.bytes()))
         fits = head is not None and head.identity == identity and answer.meta["size"] == envelope.SIZE + head.length
-        return head if fits else None
+        return head if fits and head is not None else Loaded.CORRUPT
 
     def _gets(self, wants: Sequence[Want]) -> Sequence[Loaded | Exception]:
         results: list[Loaded | Exception] = []
