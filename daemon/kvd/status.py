@@ -51,7 +51,8 @@ def _daemon_checks(body: Mapping[str, Any]) -> Iterator[Check]:
     if failed := body.get("policy_errors_total"):
         yield Check("POLICY_ERRORS", WARN, f"a policy failed to answer {failed} times: the default was done (the log says how)")
     if lost := body.get("evictions_unwritten_total"):
-        yield Check("EVICTED_UNWRITTEN", WARN, f"{lost} values were evicted before a tier that did not work had taken them")
+        what = "1 value was" if lost == 1 else f"{lost} values were"
+        yield Check("EVICTED_UNWRITTEN", WARN, f"{what} evicted before a tier that did not work had taken them")
 
 
 def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
@@ -59,12 +60,14 @@ def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
     if tier["breaker_open"]:
         yield Check("TIER_DOWN", ERR, f"tier {name} does not work: left alone, probed now and then (the log says why)")
     elif down := tier.get("parts_down"):
-        yield Check("TIER_DEGRADED", WARN, f"tier {name}: {down} of its directories do not work: served without (the log says why)")
-    if tier["corruptions_total"]:
-        yield Check("TIER_CORRUPT", WARN, f"tier {name}: {tier['corruptions_total']} values were damaged (answered as misses)")
+        of_them = "1 of its directories does" if down == 1 else f"{down} of its directories do"
+        yield Check("TIER_DEGRADED", WARN, f"tier {name}: {of_them} not work: served without (the log says why)")
+    if damaged := tier["corruptions_total"]:
+        was = "1 value or record of it was" if damaged == 1 else f"{damaged} values or records of them were"
+        yield Check("TIER_CORRUPT", WARN, f"tier {name}: {was} damaged (answered as misses)")
     if given_up := tier.get("given_up_total"):
         why = "what says which are deleted was lost (the log names the file)"
-        yield Check("TIER_GIVEN_UP", WARN, f"tier {name} gave up {given_up} values at the start: {why}")
+        yield Check("TIER_GIVEN_UP", WARN, f"tier {name} gave up {_count(given_up, 'value')} at the start: {why}")
     if untaken := tier.get("untaken"):
         yield Check("TIER_REFUSED", WARN, f"tier {name} did not take {untaken} values that are in RAM: they end with the daemon")
 

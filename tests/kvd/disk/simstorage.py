@@ -176,9 +176,11 @@ class SimStorage:
         return len(self.open_files[fd][0].data)
 
     def nameless(self, fd: int) -> bool:
+        if fd in self.lock_fds:
+            return False
         file, path, _ = self.open_files[fd]
         self._step("nameless", path)
-        return file not in self.names.values()
+        return all(file is not named for named in self.names.values())
 
     def unlink(self, path: Path) -> None:
         self._step("unlink", path)

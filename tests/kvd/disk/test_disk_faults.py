@@ -15,6 +15,7 @@ from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.storage import RealStorage, read_fully, write_fully
 from tests.kvd.disk.helpers import get, get_as, identity, item, opened, put, value
 from tests.kvd.disk.simstorage import SimStorage
+from tests.support.processes import wait_until
 
 ROOT = Path("/sim")
 
@@ -261,7 +262,9 @@ def test_fsync_syncs_before_it_answers():
     io = SimStorage()
     adapter = simulated(io, durability=Durability.FSYNC)
     order = []
-    io.fault = lambda call, path, _size: order.append(call) if path.suffix == ".kvcache" or call == "fsync_dir" else None
+    io.fault = lambda call, path, _size: (
+        order.append(call) if call != "nameless" and (path.suffix == ".kvcache" or call == "fsync_dir") else None
+    )
     assert adapter.store([item(identity(1), b"x")])[0] == (True, "", Durability.FSYNC)
     assert order[-2:] == ["fdatasync", "fsync_dir"]
     adapter.close()
@@ -280,16 +283,40 @@ def test_a_failed_sync_is_not_acknowledged():
     adapter.close()
 
 
-def test_a_folder_that_was_removed_keeps_nothing_and_says_so(tmp_path):
+def _region_files(folder: Path) -> None:
+    for path in folder.glob("*.kvcache"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("remove", [shutil.rmtree, _region_files])
+@pytest.mark.parametrize("durability", Durability)
+def test_a_folder_that_was_removed_keeps_nothing_and_says_so(tmp_path, caplog, durability, remove):
     """Files without names take writes and syncs without a word: what lies in them is gone with the daemon."""
-    adapter = opened(tmp_path / "tier", 1 << 20, durability=Durability.FSYNC)
+    adapter = opened(tmp_path / "tier", 1 << 20, durability=durability)
     assert put(adapter, identity(1), value(1, 9000))
-    shutil.rmtree(tmp_path / "tier")
-    with contextlib.suppress(AdapterError):
-        assert not put(adapter, identity(2), value(2, 9000))
+    assert adapter.parts_down == 0
+    remove(tmp_path / "tier")
+    with pytest.raises(AdapterError, match="its files were removed"):
+        put(adapter, identity(2), value(2, 9000))
     assert adapter.counters.io_errors > 0
+    assert adapter.parts_down == 1
+    assert get(adapter, identity(1)) == value(1, 9000), "as long as it is open"
+    (tmp_path / "tier").mkdir(exist_ok=True)
+    with pytest.raises(AdapterError, match="its files were removed"):
+        put(adapter, identity(3), value(3, 9000))
     with contextlib.suppress(AdapterError):
         adapter.close()
+    assert caplog.text.count("ends with this process") == 1
+
+
+def test_an_idle_tier_notices_that_its_folder_was_removed(tmp_path, caplog):
+    adapter = opened(tmp_path / "tier", 1 << 20, housekeeping_s=0.01)
+    assert put(adapter, identity(1), value(1, 9000))
+    shutil.rmtree(tmp_path / "tier")
+    wait_until(lambda: adapter.parts_down == 1, what="the housekeeper to come by")
+    with contextlib.suppress(AdapterError):
+        adapter.close()
+    assert f"{tmp_path / 'tier'} does not keep what is in it: its files were removed: what is there (1 value) ends" in caplog.text
 
 
 def test_group_syncs_by_itself(tmp_path):

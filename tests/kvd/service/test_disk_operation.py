@@ -2,6 +2,7 @@
 ahead, and a start that reads no values."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,22 @@ def test_a_directory_that_fails_is_served_without_and_said(kvd_daemon: MakeDaemo
     assert (told.rc, told.json()["health"]) == (0, "HEALTH_WARN")
     assert [check["code"] for check in told.json()["checks"]] == ["TIER_DEGRADED"]
     assert "serving without it" in daemon.text()
+
+
+def test_a_folder_that_is_removed_under_the_daemon_is_said(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:
+    daemon = kvd_daemon("--long-path", tmp_path / "tier", "--long-bytes", "64MiB", max_bytes="8MiB")
+    with daemon.client(timeout_s=5) as client:
+        assert all(client.put_many([(key(i), content(i)) for i in range(20)], wait="tier"))
+        shutil.rmtree(tmp_path / "tier")
+        assert client.put(key(30), content(30)), "RAM takes it"
+        wait_until(lambda: daemon.run("status", "--json").json()["health"] != "HEALTH_OK", timeout_s=20, what="status to say it")
+        assert [client.get(key(i)) for i in (0, 30)] == [content(0), content(30)]
+    codes = {check["code"] for check in daemon.run("status", "--json").json()["checks"]}
+    assert codes & {"TIER_DOWN", "TIER_DEGRADED"}
+    assert "does not keep what is in it: its files were removed" in daemon.text()
+    daemon.stop()
+    daemon.start()
+    assert daemon.run("status", "--json").json()["health"] == "HEALTH_OK", "the folder is made anew"
 
 
 def test_a_failing_device_is_an_error_of_the_tier_and_of_nobody_else(kvd_daemon: MakeDaemon, tmp_path: Path) -> None:

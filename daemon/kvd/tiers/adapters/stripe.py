@@ -468,7 +468,7 @@ class Stripe(Adapter):
 
     @property
     def parts_down(self) -> int:
-        return sum(bool(member.reason) for member in self._members)
+        return sum(bool(member.reason) or member.adapter.parts_down > 0 for member in self._members)
 
     def describe(self) -> dict[str, object]:
         return {

@@ -51,6 +51,7 @@ from kvd.tiers.adapters.disk.format import FORMAT_VERSION, region_sequence
 from kvd.tiers.adapters.disk.geometry import plan
 from kvd.tiers.adapters.disk.housekeeping import Housekeeper
 from kvd.tiers.adapters.disk.lending import LendingDesk
+from kvd.tiers.adapters.disk.presence import Presence
 from kvd.tiers.adapters.disk.reader import Reader
 from kvd.tiers.adapters.disk.recovery import Found, find_regions, merge, region_of, void
 from kvd.tiers.adapters.disk.region import Region, State
@@ -122,6 +123,7 @@ class DiskAdapter(Adapter):
         self._house: Housekeeper
         self._desk: LendingDesk
         self._syncer: Syncer
+        self._presence: Presence
         self._hasher: ThreadPoolExecutor
         self._read_threads: ThreadPoolExecutor
         self.recovery_s = 0.0
@@ -154,7 +156,7 @@ class DiskAdapter(Adapter):
         if self.durability is Durability.GROUP:
             self._syncer.start(self._group_interval_s)
         if self._housekeeping_s > 0:
-            self._house.start(self._housekeeping_s)
+            self._house.start(self._housekeeping_s, self._presence.look)
         self.recovery_s = time.perf_counter() - started
 
     def _assemble(self, version: int) -> None:
@@ -170,6 +172,7 @@ class DiskAdapter(Adapter):
         )
         self._evictor = Evictor(self._io, self.path, catalog, self._files, self._deletes, self._pool)
         self._syncer = Syncer(self._io, catalog, self._files, self._deletes)
+        self._presence = Presence(self.name, self.path, self._lock_fd, catalog, self._syncer)
         extents = ExtentWriter(self._io, self._direct, self._pool, self._hasher, self._clock_ns)
         self._writer = Writer(self._io, catalog, extents, self._evictor.make_region, self._syncer.sync_region)
         self._reader = Reader(self._io, catalog, self._files, self._direct, self._pool, self._read_threads)
@@ -289,6 +292,7 @@ class DiskAdapter(Adapter):
         """
         if self._lock_fd < 0:
             return
+        self._presence.look()
         self._house.stop()
         self._syncer.stop()
         self._desk.close()
@@ -313,6 +317,7 @@ class DiskAdapter(Adapter):
 
     def store(self, items: Sequence[Item]) -> list[Stored]:
         """See Adapter."""
+        self._presence.refuse()
         now = self._clock_ns()
         results = [self._refusal(item, now) for item in items]
         last = {item.identity: number for number, item in enumerate(items) if results[number] is None}
@@ -321,9 +326,11 @@ class DiskAdapter(Adapter):
         try:
             drafts = self._drafts(items, last)
             failure = self._append(list(drafts.values()))
+            self._presence.look(draft.region for draft in drafts.values() if draft.region is not None)
             self._make_durable(drafts.values())
         finally:
             self._catalog.release(claimed)
+        self._presence.refuse()
         stored = [
             result if result is not None else _outcome(drafts[item.identity], self.durability)
             for item, result in zip(items, results, strict=True)
@@ -332,6 +339,11 @@ class DiskAdapter(Adapter):
         if drafts and not any(result.ok for result in stored):
             self._raise_if_device(failure, drafts.values())
         return stored
+
+    @property
+    def parts_down(self) -> int:
+        """See Adapter."""
+        return int(self._presence.lost)
 
     def _refusal(self, item: Item, now: int) -> Stored | None:
         if len(item.identity) != IDENTITY_BYTES:

@@ -9,6 +9,7 @@ Both may fail without harm: the error is counted and they are tried again. Concu
 """
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from kvd.store.identity import Identity
@@ -38,13 +39,14 @@ class Housekeeper:
         self._thread: threading.Thread | None = None
         self._saved_tick = 0
 
-    def start(self, interval_s: float) -> None:
-        """Work every `interval_s`."""
+    def start(self, interval_s: float, look: Callable[[], None] = lambda: None) -> None:
+        """Work every `interval_s`; `look` is what else is to be done then."""
 
         def run() -> None:
             rounds = 0
             while not self._stop.wait(interval_s):
                 rounds += 1
+                look()
                 try:
                     self.sweep()
                     if rounds % _RECENCY_EVERY == 0:

@@ -91,15 +91,28 @@ class Syncer:
         if (error := self._sync_dirty()) is not None:
             raise error
         with self._catalog.changed:
-            regions = [region for region in self._catalog.regions.values() if region.state is not State.GONE]
-            for region in regions:
+            regions = set(self._catalog.regions.values())
+        if removed := self.removed(regions):
+            raise FileNotFoundError(errno.ENOENT, f"{removed} of its {len(regions)} region files were removed")
+
+    def removed(self, regions: set[Region]) -> int:
+        """How many of these have lost the name of their file, by no doing of ours."""
+        with self._catalog.changed:
+            pinned = [region for region in regions if region.state is not State.GONE]
+            for region in pinned:
                 region.pins += 1
         removed = 0
-        for region in regions:
-            removed += not region.unlinked and self._io.nameless(region.fd)
+        for region in pinned:
+            removed += not region.unlinked and self.nameless(region.fd)
             self._files.unpin(region)
-        if removed:
-            raise FileNotFoundError(errno.ENOENT, f"{removed} of its {len(regions)} region files were removed")
+        return removed
+
+    def nameless(self, fd: int) -> bool:
+        """Whether the file is known to have lost its name; a device that does not answer says nothing about that."""
+        try:
+            return self._io.nameless(fd)
+        except OSError:
+            return False
 
     def sync_all_within(self, deadline_s: float) -> None:
         """`sync_all`, waited for until the deadline; a device that takes longer is left to it."""
