@@ -19,7 +19,7 @@ from kvtools.cli import COMMANDS, DebugOption, JsonOption, VersionOption, load, 
 from kvtools.config import Setting, Value, resolve
 from kvtools.errors import UsageError
 from kvtools.output import emit, emit_json, note, printable, table
-from kvtools.units import format_size
+from kvtools.units import format_duration, format_size
 
 PREFIXES = ("KVD_", "KVTOOLS_", "KVTOP_", "KVCTL_", "KVDOCTOR_", "KVGATE_", "INFERA_KVD_")
 COMMON = (
@@ -114,7 +114,8 @@ def _rows(
         try:
             found = (values or {}).get(setting.name) or resolve([setting], flags={}, environ=environ)[setting.name]
         except UsageError as problem:
-            found, error = Value(None, "env"), problem.message
+            name = next((name for name in setting.environment if name in environ), "")
+            found, error = Value(None, f"env:{name}"), problem.message
         value = "***" if setting.secret and found.value is not None else found.value
         yield Row(reader, setting.name, _plain(value), found.origin, setting.environment, setting.help, error)
 
@@ -164,8 +165,10 @@ def shown(row: Row) -> str:
         return "yes" if row.value else "no"
     if row.setting.endswith("_mode"):
         return f"{row.value:04o}"
-    if row.setting.endswith("_bytes") and isinstance(row.value, int):
+    if row.setting.endswith(("_bytes", "_staging")) and isinstance(row.value, int):
         return format_size(row.value)
+    if row.setting.endswith(("_s", "_timeout")) and isinstance(row.value, float):
+        return format_duration(row.value) if row.value else "0"
     return printable(" ".join(map(str, row.value)) if isinstance(row.value, list) else str(row.value))
 
 

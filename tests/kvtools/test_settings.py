@@ -41,6 +41,10 @@ def test_value_and_origin() -> None:
     assert (chosen.value, chosen.origin, shown(chosen)) == (3 << 30, "env:KVD_MAX_BYTES", "3 GiB")
     assert other.origin == "default"
     assert rows["kvtop", "refresh"].value == 1.0
+    assert shown(rows["vLLM connector", "direct_staging"]) == "512 MiB"
+    assert shown(rows["vLLM connector", "load_timeout_s"]) == "30.0 s"
+    (wrong,) = [row for row in settings({"KVD_LOAD_THREADS": "0"}) if row.error]
+    assert (wrong.setting, wrong.origin, shown(wrong)) == ("load_threads", "env:KVD_LOAD_THREADS", "?")
 
 
 def test_a_file_is_an_origin(tmp_path: Path) -> None:

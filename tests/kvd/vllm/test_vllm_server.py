@@ -5,6 +5,7 @@ engine would be: without the connector, and with another hash seed.
 """
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -325,6 +326,28 @@ def test_engines_with_different_hash_seeds_are_found_out(pair: Pair, other: ApiS
     assert ran.rc == 1
     assert "hash one block of known tokens differently" in ran.stdout
     assert "set PYTHONHASHSEED to one value" in ran.stdout
+
+
+def test_a_daemon_that_hangs_or_is_gone_is_named_and_not_the_engine(pair: Pair) -> None:
+    def daemon() -> tuple[int, str]:
+        ran = pair.kvd("status", "--engine", pair.server.url, "--json")
+        check = next(check for check in ran.json()["engines"][0]["checks"] if check["name"] == "daemon")
+        return ran.rc, check["text"]
+
+    pair.why({"token_ids": prompt(300, 70)})
+    pair.daemon.signal(signal.SIGSTOP)
+    try:
+        assert daemon() == (1, f"no daemon answers the engine at {pair.daemon.socket}")
+        ran = pair.kvd("why", "--engine", pair.server.url, "-", stdin="a prompt of some words, and more than one block of it " * 20)
+        assert (ran.rc, "no kvd daemon answers at" in ran.stderr) == (4, True), ran.stderr
+    finally:
+        pair.daemon.signal(signal.SIGCONT)
+    assert daemon()[0] == 0
+    # Killed while nothing is asked of it: no call of the engine's meets that.
+    pair.daemon.kill9()
+    assert daemon() == (1, f"no daemon answers the engine at {pair.daemon.socket}")
+    pair.daemon.start()
+    wait_until(lambda: daemon()[0] == 0, timeout_s=30, interval_s=0.2, what="the engine to find its daemon again")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
