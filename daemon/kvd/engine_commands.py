@@ -31,6 +31,8 @@ STYLES = {"ok": "good", "warn": "warn", "fail": "bad", "unknown": "dim"}
 
 def read_prompt(word: str) -> dict[str, Any]:
     """The body meant by a file or '-': a request, a list of messages or of token ids, or plain text. Raises UsageError."""
+    if not word:
+        raise UsageError("the file's name is empty", hint="a file with a prompt, messages or a recorded request, or - for stdin")
     try:
         text = sys.stdin.read() if word == "-" else Path(word).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -145,8 +147,10 @@ def prefetch(url: str, words: Sequence[str], model: str | None, max_bytes: str |
     if json:
         emit_json("kvd.prewarm/1", {"engine": server.url, **{k: v for k, v in job.items() if k != "schema"}})
     else:
+        # Hashes stand for whole blocks; a prompt has an end besides.
+        whole = job["hashed_tokens" if "block_hashes" in body else "prompt_tokens"]
         emit(
-            f"{job['resident_tokens']} of {job['prompt_tokens']} tokens are in the arena"
+            f"{job['resident_tokens']} of {whole} tokens are in the arena"
             f" ({format_size(job['resident_bytes'])}, {format_size(job['promoted_bytes'])} of it brought up now)"
         )
         if job["stopped_by"]:

@@ -169,6 +169,7 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
         (("prefetch", "--engine", "http://127.0.0.1:1", "--socket", "/x", "-"), 2, "--socket does not go with --engine"),
         (("status", "--engine", "http://127.0.0.1:1", "--tiers"), 2, "--tiers does not go with --engine"),
         (("status", "--engine", "http://127.0.0.1:1", "--model", "x"), 2, "--model goes with --probe"),
+        (("why", "--engine", "http://127.0.0.1:1", ""), 2, "the file's name is empty"),
         (("why", "--engine", "http://127.0.0.1:1", "/nope"), 2, "/nope: No such file or directory"),
         (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
         (("prefetch", "--engine", "http://127.0.0.1:1", "aa", "b"), 2, "prefetch what?"),
