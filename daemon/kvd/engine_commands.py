@@ -295,15 +295,14 @@ def _connector(report: Report, metrics: Mapping[str, float]) -> None:
         size = f"chunks of {view['chunk_tokens']} tokens, {_count(ranks, 'rank')}, {_count(groups, 'cache group')}"
         text = f"{engine['kv_connector']}, {engine['kv_role']}: {does}; {size}"
         report.add("connector", "ok" if more["saves"] or more["loads"] else "fail", text)
-        _daemon(report, more, engine.get("daemon_answers"))
+        _daemon(report, more, engine.get("daemon_problem"))
 
 
-def _daemon(report: Report, more: Mapping[str, Any], answers: bool | None) -> None:
-    """The daemon as the engine sees it. `answers`: whether it did just now, None where the engine's kvd is too old to ask."""
+def _daemon(report: Report, more: Mapping[str, Any], problem: str | None) -> None:
+    """The daemon as the engine sees it. `problem`: why it did not answer just now; None where the engine's kvd does not say."""
     socket = more["socket"]
-    if answers is False:
-        text = f"no daemon answers the engine at {socket}"
-        report.add("daemon", "fail", text, "is kvd serve running there, and not stopped? KVD_SOCKET tells the engine another place")
+    if problem:
+        report.add("daemon", "fail", f"no daemon answers the engine at {socket}", problem)
     elif not more["daemon_up"]:
         text = f"the engine is not connected to the daemon at {socket}"
         report.add("daemon", "fail", text, "it looks for it every 5 s at least; its log says what was wrong")

@@ -121,27 +121,28 @@ def view(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("answers", "more", "word", "says"),
+    ("problem", "more", "word", "says"),
     [
-        (True, {}, "ok", "is connected to /kvd.sock"),
+        ("", {}, "ok", "is connected to /kvd.sock"),
         (None, {}, "ok", "is connected to /kvd.sock"),
-        (False, {}, "fail", "no daemon answers the engine at /kvd.sock"),
-        (True, {"daemon_up": False}, "fail", "the engine is not connected"),
+        ("not allowed", {}, "fail", "no daemon answers the engine at /kvd.sock"),
+        ("", {"daemon_up": False}, "fail", "the engine is not connected"),
     ],
 )
 def test_a_daemon_that_hangs_or_is_gone_is_not_said_to_be_connected(
-    server: Start, answers: bool | None, more: dict[str, Any], word: str, says: str
+    server: Start, problem: str | None, more: dict[str, Any], word: str, says: str
 ) -> None:
-    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(**more), "daemon_answers": answers}
+    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(**more), "daemon_problem": problem}
     paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
     ran = run_cli("kvd", "status", "--engine", server(paths), "--json")
     check = next(check for check in ran.json()["engines"][0]["checks"] if check["name"] == "daemon")
     assert (check["word"], ran.rc) == (word, 1 if word == "fail" else 0)
     assert says in check["text"]
+    assert check["hint"] == "not allowed" or problem != "not allowed"
 
 
 def test_an_engine_that_reset_its_caches_is_told_apart(server: Start) -> None:
-    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(reset=True), "daemon_answers": True}
+    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(reset=True), "daemon_problem": ""}
     paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
     ran = run_cli("kvd", "status", "--engine", server(paths))
     assert re.search(r"warn +reset +the engine reset its caches: until it restarts", ran.stdout)

@@ -143,7 +143,7 @@ class KvdEndpoint:
             source = view.hashes
         except Refusal as refusal:
             problem = refusal.message
-        answers = await self._daemon_answers(view) if view is not None else None
+        daemon = await self._daemon_problem(view) if view is not None else None
         transfer = config.kv_transfer_config
         body: dict[str, Any] = {
             "schema": "kvd.engine/1",
@@ -157,7 +157,7 @@ class KvdEndpoint:
             "hash_tokens": source.tokens,
             "canary": hashing.canary(source) if source.none_hash else None,
             "problem": problem,
-            "daemon_answers": answers,
+            "daemon_problem": daemon,
             "kv_events": self._watch.known,
             "view": json.loads(view.as_json()) if view is not None else None,
             "facts": view.facts if view is not None else None,
@@ -181,17 +181,19 @@ class KvdEndpoint:
         except NotAView as problem:
             raise Refusal(409, str(problem)) from None
 
-    async def _daemon_answers(self, view: View) -> bool:
-        """Whether the daemon answers now. The workers know of their connections: one to a daemon that hangs looks well."""
+    async def _daemon_problem(self, view: View) -> str:
+        """Why the daemon does not answer now, '' where it does. The workers know of connections: one to a daemon that hangs
+        looks well to them.
+        """
         from kvd.wire.client import Client
 
-        def ask() -> bool:
+        def ask() -> str:
             try:
                 with Client(view.more.get("socket"), timeout_s=CONNECT_S) as client:
                     client.ping()
-            except KvdError:
-                return False
-            return True
+            except KvdError as error:
+                return _told(error)
+            return ""
 
         return await asyncio.get_running_loop().run_in_executor(None, ask)
 
@@ -228,7 +230,7 @@ class KvdEndpoint:
         """What runs jobs. Raises Refusal where there is no daemon to run them with."""
         link = self._connected(view)
         if not link.up and not await asyncio.get_running_loop().run_in_executor(None, wait_up, link, CONNECT_S):
-            raise Refusal(503, f"no kvd daemon answers at {view.more.get('socket')}")
+            raise _no_daemon(view, link)
         if self._prewarmer is None:
 
             def connect() -> Any:
@@ -268,9 +270,19 @@ class KvdEndpoint:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, run)
         except Down:
-            raise Refusal(503, f"no kvd daemon answers at {view.more.get('socket')}") from None
+            raise _no_daemon(view, link) from None
         except KvdError as error:
             raise Refusal(503, f"the kvd daemon: {error}") from error
+
+
+def _no_daemon(view: View, link: Link) -> Refusal:
+    why = f": {_told(link.problem)}" if link.problem is not None else ""
+    return Refusal(503, f"no kvd daemon answers at {view.more.get('socket')}{why}")
+
+
+def _told(error: KvdError) -> str:
+    """An error and what to do about it, in one line."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def _flat(answers: Any) -> list[str]:

@@ -40,7 +40,8 @@ def explain(
 ) -> dict[str, Any]:
     """The whole answer as JSON (`kvd.why_prompt/1`). Raises Down, KvdError."""
     keys = view.keys(hashes)
-    spans = view.spans(keys, tokens)[:MAX_CHUNKS]
+    every = view.spans(keys, tokens)
+    spans = every[:MAX_CHUNKS]
     places = view.places(tenant)
     others = [other for other in book.views(client) if other.places() and _names(other) != _names(view)][:OTHERS]
     named = sorted({place.namespace for other in others for place in other.places(tenant)})
@@ -75,7 +76,7 @@ def explain(
         "groups": len(view.groups),
         "tenant": tenant,
         "chunks": rows,
-        "remarks": _remarks(view, tokens, retention, bool(missing)),
+        "remarks": [*_remarks(view, tokens, retention, bool(missing)), *_cut(spans, every)],
         "elsewhere": [],
         "since": found.since_ns / 1e9,
     }
@@ -193,6 +194,12 @@ def _remarks(view: View, tokens: int, retention: str, missing: bool) -> list[str
     if missing and view.more.get("seed") == "random":
         remarks.append("the seed of this engine's block hashes is random (PYTHONHASHSEED is not set): nothing outlives it")
     return remarks
+
+
+def _cut(spans: Sequence[Span], every: Sequence[Span]) -> list[str]:
+    if len(spans) == len(every):
+        return []
+    return [f"only the first {len(spans)} of {len(every)} chunks are looked at, up to token {spans[-1].end}"]
 
 
 def _elsewhere(

@@ -33,6 +33,8 @@ class Link:
 
     def __init__(self, name: str, connect: Callable[[], Any], *, on_loss: Callable[[], None] = lambda: None) -> None:
         self.name = name
+        self.problem: KvdError | None = None
+        """Why it is down; None while it is up, or has not been looked for yet."""
         self._connect = connect
         self._on_loss = on_loss
         self._client: Any = None
@@ -94,7 +96,7 @@ class Link:
         with self._lock:
             if self._client is not client:
                 return
-            self._client = None
+            self._client, self.problem = None, error
             self._on_loss()
             logger.warning("kvd: lost the daemon (%s: %s); serving without it until it is back", self.name, error)
             self._search_locked()
@@ -112,6 +114,7 @@ class Link:
             try:
                 client = self._connect()
             except KvdError as error:
+                self.problem = error
                 if not said:
                     logger.warning("kvd: no daemon yet (%s: %s)", self.name, error)
                     said = True
@@ -119,7 +122,7 @@ class Link:
                 with self._lock:
                     self._probe = None
                     if not self._closed.is_set():
-                        self._client = client
+                        self._client, self.problem = client, None
                         client = None
                 _close(client)
                 logger.info("kvd: connected (%s)", self.name)
