@@ -154,7 +154,7 @@ class GateConfig:
 
 def load(path: Path) -> GateConfig:
     """The configuration in `path`. Raises ConfigError, naming the place, for anything that cannot be meant."""
-    top = Section(load_yaml(path), path.name)
+    top = Section(load_yaml(path), printable(str(path)))
     router = _router(top.sub("router"))
     sleep = _sleep(top.sub("sleep_manager"), SleepPolicy())
     shared_env = _kvcached(top.sub("kvcached"))
@@ -171,9 +171,9 @@ def load(path: Path) -> GateConfig:
     models += [_instance(section, base, shared_env) for section in _instance_sections(top)]
     top.finish()
     if not models:
-        raise ConfigError(f"{path.name}: no models", hint="give `models:` with an endpoint each, or `instances:` to start")
-    _check_room(models, base.devices, path.name)
-    return replace(base, models=_by_name(models, path.name), report=tuple(top.report))
+        raise ConfigError(f"{top.file}: no models", hint="give `models:` with an endpoint each, or `instances:` to start")
+    _check_room(models, base.devices, top.file)
+    return replace(base, models=_by_name(models, top.file), report=tuple(top.report))
 
 
 def _router(section: Section) -> dict[str, Any]:

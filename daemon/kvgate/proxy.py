@@ -196,10 +196,18 @@ class Proxy:
             drop = {*drop, *(word.strip().lower() for value in named for word in value.split(b","))}
         if self.hide_credentials or backend.config.api_key:
             drop = drop | CREDENTIALS
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given if name not in drop]
+        headers = [(name.decode("latin-1"), _text(value)) for name, value in given if name not in drop]
         if backend.config.api_key:
             headers.append(("authorization", f"Bearer {backend.config.api_key}"))
         return headers
+
+
+def _text(value: bytes) -> str:
+    """A header's value as the text that aiohttp, which writes UTF-8, turns into the same bytes again, where there is one."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _final(name: str, upstream: aiohttp.ClientResponse) -> aiohttp.ClientResponse:

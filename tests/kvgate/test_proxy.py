@@ -41,6 +41,19 @@ async def test_body_headers_and_query_reach_the_engine_unchanged(tmp_path: Path)
         assert sent["host"] == f"127.0.0.1:{engine.port}"
 
 
+async def test_a_header_beyond_ascii_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        host, port = client.base.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"model":"tiny"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-user: J\xc3\xbcrgen\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 3)
+        writer.close()
+        call = next(call for call in engine.calls if call.path == "/v1/completions")
+        assert dict(call.headers)["x-user"].encode("latin-1") == b"J\xc3\xbcrgen"
+
+
 async def test_every_model_path_is_passed_on(tmp_path: Path) -> None:
     async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
         for path in sorted(MODEL_PATHS):
