@@ -13,6 +13,7 @@ only inside `update()`. No memory barrier can be issued from Python: on processo
 consistency inside an update rests on the interpreter's own atomics.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -54,6 +55,9 @@ from kvtools.segments.stats_format import (
 )
 from kvtools.segments.stats_reader import read_stats
 
+NAME_S = 1.0
+"""How often a heartbeat looks whether the file still has its name."""
+
 
 class StatsWriter:
     """The one writer of `kvtools.<kind>.<instance>`, from construction to `close` (or to the process's death).
@@ -81,6 +85,8 @@ class StatsWriter:
         self._depth = 0
         self._update = _Update(self._begin, self._end)
         self._created = clock()
+        self._looked = time.monotonic()
+        """When the name was last seen to."""
         self._adopt(metrics, {})
         try:
             self._claim(patience_s)
@@ -208,8 +214,21 @@ class StatsWriter:
         self._lock.release()
 
     def heartbeat(self) -> None:
-        """Say that this writer is well. Call it at least once a second from the loop whose life it stands for."""
+        """Say that this writer is well. Call it at least once a second from the loop whose life it stands for.
+
+        A file that somebody removed is made anew within NAME_S, as soon as there is room for it.
+        """
         self._header[HEARTBEAT_WORD] = self._clock()
+        if (now := time.monotonic()) - self._looked >= NAME_S:
+            self._looked = now
+            self._keep_name()
+
+    def _keep_name(self) -> None:
+        if os.path.lexists(self.path):
+            return
+        with self._lock, contextlib.suppress(Unreachable):
+            if self._fd >= 0 and not self._depth:
+                self.reshape(self.schema)
 
     def reshape(self, metrics: Sequence[Metric]) -> None:
         """Replace the schema: a new file takes the name, values carried over by name and labels. Indices are new.

@@ -159,3 +159,14 @@ def test_it_is_gone_after_a_clean_stop_and_replaced_after_a_kill(kvd_daemon: Mak
     assert read(daemon.segment)[0]["pid"] == daemon.pid
     daemon.stop()
     assert not daemon.segment.exists()
+
+
+def test_a_segment_that_somebody_removed_is_made_anew(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="4MiB")
+    with daemon.client() as client:
+        assert client.put(os.urandom(32), b"x")
+        daemon.segment.unlink()
+        wait_until(daemon.segment.exists, what="the segment to be there again")
+        assert client.stats()["sets_total"] == 1
+    told = daemon.run("status", "--json")
+    assert (told.rc, told.json()["health"], told.json()["sets_total"]) == (0, "HEALTH_OK", 1)

@@ -241,6 +241,40 @@ def test_reshape_carries_values_and_readers_follow(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_somebody_removed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtools.segments.stats_writer.NAME_S", 0.0)
+    writer = write(tmp_path, [GETS])
+    writer.set(0, 41)
+    writer.path.unlink()
+    with writer.update():
+        writer.heartbeat()
+    assert not writer.path.exists(), "not in the middle of an update"
+    writer.heartbeat()
+    writer.add(0)
+    with StatsReader(writer.name, root=tmp_path) as reader:
+        reading = reader.read()
+        assert (reading.get(GETS.name), reading.alive) == (42, True)
+        before = writer.path.stat().st_ino
+        writer.heartbeat()
+        assert writer.path.stat().st_ino == before, "a file that is there stays"
+        (tmp_path / "aside").mkdir()
+        writer.path.rename(tmp_path / "aside" / writer.name)
+        monkeypatch.setattr(StatsWriter, "_adopt", _no_room)
+        writer.heartbeat()  # no room now: later
+        monkeypatch.undo()
+        monkeypatch.setattr("kvtools.segments.stats_writer.NAME_S", 0.0)
+        writer.heartbeat()
+        writer.add(0)
+        assert reader.read().get(GETS.name) == 43
+    writer.close()
+    writer.heartbeat()
+    assert not writer.path.exists()
+
+
+def _no_room(*_: object) -> None:
+    raise Unreachable("no room")
+
+
 def test_threads_may_go_on_counting_through_a_reshape(tmp_path: Path) -> None:
     writer = write(tmp_path, [GETS])
     stop = threading.Event()
