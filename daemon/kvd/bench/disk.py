@@ -21,7 +21,7 @@ from kvd.bench.arena import BATCH_BYTES, MEMCPY, Batch, keys
 from kvd.bench.clients import Crowd
 from kvd.bench.figures import Figure, pairwise
 from kvd.bench.own import Own
-from kvd.errors import KvdError
+from kvd.errors import DeadlinePassed, KvdError
 from kvd.wire.client import Client
 from kvtools.errors import hint_for
 from kvtools.output import note
@@ -30,6 +30,8 @@ from kvtools.units import format_size
 IN_FLIGHT = 4
 RAW = "raw device"
 SYNCED_BYTES = 16 << 20
+GIVE_UP_S = 60.0
+"""A tier that has not taken one small value by then is not measured."""
 
 
 class Floor(Protocol):
@@ -87,6 +89,23 @@ class Memory:
 
     def __init__(self, batch: Batch) -> None:
         self.write = self.read = batch.copy
+
+
+def check_works(client: Client, name: str) -> None:
+    """Store one value to the tier. Raises KvdError as soon as the daemon has given the tier up."""
+    key = keys(f"{name}/works", 1)[0]
+    client.put(key, b"works")
+    end = time.monotonic() + GIVE_UP_S
+    while True:
+        try:
+            client.flush([key], timeout_s=1.0)
+        except DeadlinePassed:
+            given_up = any(tier["breaker_open"] for tier in client.stats()["tiers"])
+            if not given_up and time.monotonic() < end:
+                continue
+            raise KvdError(f"{name} does not work: nothing can be stored there", hint="the daemon's line above says why") from None
+        client.delete([key])
+        return
 
 
 def measure(

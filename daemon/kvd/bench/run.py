@@ -189,6 +189,7 @@ class Bench:
         part.remove()
 
     def _tier(self, part: Own, client: Client, name: str, folder: Path | None) -> Iterator[Figure]:
+        disk.check_works(client, name)
         for size in self.plan.sizes:
             yield from disk.measure(part, client, name, folder, size, self.plan.seconds, self.bar.of(format_size(size)))
         self._reload(client, name)

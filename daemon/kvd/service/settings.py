@@ -65,14 +65,14 @@ def _word(what: str, *words: str) -> Any:
     def parse(text: str) -> str:
         found = next((word for word in words if word.lower() == text.strip().lower()), None)
         if found is None:
-            raise UsageError(f"not a {what}: {text!r}", hint="one of " + ", ".join(words))
+            raise UsageError(f"not {what}: {text!r}", hint="one of " + ", ".join(words))
         return found
 
     return parse
 
 
 def _switch(text: str) -> bool:
-    return bool(_word("switch", "0", "1", "false", "true", "no", "yes")(text) in ("1", "true", "yes"))
+    return bool(_word("a switch", "0", "1", "false", "true", "no", "yes")(text) in ("1", "true", "yes"))
 
 
 def _port(text: str) -> int:
@@ -153,13 +153,13 @@ SETTINGS = (
     Setting("long_bytes", parse_size, 32 << 30, ("KVD_LONG_BYTES",), help="Size of the disk tier."),
     Setting(
         "durability",
-        _word("durability", "none", "group", "fsync"),
+        _word("a durability", "none", "group", "fsync"),
         "none",
         ("KVD_DURABILITY",),
         help="What a stored value survives.",
     ),
     Setting(
-        "long_backend", _word("long backend", "mooncake", "lmcache"), None, ("KVD_LONG_BACKEND",), help="A pool that hosts share."
+        "long_backend", _word("a long backend", "mooncake", "lmcache"), None, ("KVD_LONG_BACKEND",), help="A pool that hosts share."
     ),
     Setting("long_config", Path, None, ("KVD_LONG_CONFIG",), help="Its settings, a file in YAML or JSON."),
     Setting("promote", _switch, False, ("KVD_PROMOTE",), help="Store what a tier gives in those before it that lack it."),
@@ -173,7 +173,7 @@ SETTINGS = (
     Setting("numa_node", _node, None, ("KVD_NUMA_NODE",), help="Take the arena's pages from this NUMA node where it has any."),
     Setting(
         "eviction_policy",
-        _word("eviction policy", "LRU", "S3FIFO", "noop"),
+        _word("an eviction policy", "LRU", "S3FIFO", "noop"),
         "LRU",
         ("KVD_EVICTION_POLICY",),
         help="Who makes room in a full arena.",
@@ -196,9 +196,9 @@ SETTINGS = (
     Setting("drain_timeout", parse_duration, 20.0, ("KVD_DRAIN_TIMEOUT",), help="For pending writes when stopping."),
     Setting("metrics_port", _port, None, ("KVD_METRICS_PORT",), help="Port of /metrics, /healthz and /readyz."),
     Setting("metrics_host", _address, "127.0.0.1", ("KVD_METRICS_HOST",), help="Address they listen on."),
-    Setting("log_format", _word("log format", "text", "json"), "text", ("KVD_LOG_FORMAT",), help="How log lines look."),
+    Setting("log_format", _word("a log format", "text", "json"), "text", ("KVD_LOG_FORMAT",), help="How log lines look."),
     Setting(
-        "log_level", _word("log level", "DEBUG", "INFO", "WARNING", "ERROR"), "INFO", ("KVD_LOG_LEVEL",), help="What is logged."
+        "log_level", _word("a log level", "DEBUG", "INFO", "WARNING", "ERROR"), "INFO", ("KVD_LOG_LEVEL",), help="What is logged."
     ),
 )
 

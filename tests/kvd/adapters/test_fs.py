@@ -198,13 +198,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path) -> None:
+def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter = FsAdapter("fs", small_disk / "kv", 1 << 30)
     adapter.open()
     for number in range(100):
         assert put(adapter, number, body(number, 50_000)).ok
     assert get(adapter, 99, 50_000) == body(99, 50_000)
     assert adapter.counters.evictions > 50
+    assert caplog.text.count("no room left on its file system") == 1
     assert not list((small_disk / "kv" / "writing").iterdir()), "nothing half-written stays"
 
 

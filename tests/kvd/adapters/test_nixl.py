@@ -201,7 +201,7 @@ def test_one_daemon_a_pool(tmp_path: Path) -> None:
         assert get(again, 1) == body(1)
 
 
-def test_a_larger_and_a_smaller_pool(tmp_path: Path) -> None:
+def test_a_larger_and_a_smaller_pool(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(pool(tmp_path / "l2", 4)) as adapter:
         for number in range(4):
             put(adapter, number)
@@ -211,6 +211,7 @@ def test_a_larger_and_a_smaller_pool(tmp_path: Path) -> None:
         assert all(get(adapter, number) == body(number) for number in range(8))
     with opened(pool(tmp_path / "l2", 2)) as adapter:
         assert adapter.usage().entries == 2
+        assert "6 values dropped with the files of the larger pool" in caplog.text
         assert put(adapter, 9).ok
         assert adapter.usage().entries == 2
         assert len(list((tmp_path / "l2").glob("obj_*"))) == 2, "nobody would find what is in the others"
@@ -315,7 +316,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path, dynamic: bool) -> None:
+def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path, dynamic: bool, caplog: pytest.LogCaptureFixture) -> None:
     def make(rule: Eviction | None) -> Adapter:
         if dynamic:
             transfers = Transfers("small", "nixl_store_dynamic", "POSIX", {})
@@ -327,6 +328,7 @@ def test_a_full_disk_evicts_as_if_it_were_the_limit(small_disk: Path, dynamic: b
             assert put(adapter, number, body(number, 200_000)).ok
         assert get(adapter, 29, 200_000) == body(29, 200_000)
         assert adapter.counters.evictions > 15
+        assert caplog.text.count("no room left on its file system") == 1
     with opened(make(Eviction("noop"))) as adapter:
         reasons = [put(adapter, number, body(number, 200_000)).reason for number in range(50, 65)]
         assert set(reasons) <= {"", "full"}

@@ -161,6 +161,17 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(place: Place, wo
     place.nothing_left()
 
 
+def test_a_tier_that_does_not_work_is_said_at_once(place: Place) -> None:
+    spec = {"type": "resp", "host": "127.0.0.1", "port": 9, "timeout": "200ms"}
+    words = ["--size", "64K", "--clients", "1", "--seconds", "0.1", "--adapter", json.dumps(spec)]
+    ran = run_cli("kvd", "bench", *words, env=place.env)
+    assert ran.rc == 1
+    assert "kvd: error: resp does not work: nothing can be stored there" in ran.stderr
+    assert "Connection refused" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    place.nothing_left()
+
+
 @pytest.mark.slow
 def test_a_daemon_that_does_not_start_leaves_nothing(place: Place) -> None:
     (place.disk / "file").write_text("in the way")

@@ -21,6 +21,7 @@ from kvd.tiers.adapters.base import AdapterConfigError, AdapterFull, Durability,
 from kvd.tiers.adapters.disk import DiskAdapter, RealStorage
 from kvd.tiers.adapters.disk.catalog import SLICE
 from kvd.tiers.adapters.disk.geometry import plan
+from kvd.tiers.adapters.fs import FsAdapter
 from tests.kvd.disk.helpers import get, get_as, identity, item, opened, put, value
 
 LENGTHS = [0, 1, 3839, 3840, 3841, 4095, 4096, 4097, 70_000, 1 << 20, (5 << 20) + 17, 6 << 20]
@@ -191,7 +192,7 @@ def test_short_goes_before_long(tmp_path):
     adapter.close()
 
 
-def test_a_smaller_and_a_larger_budget_at_restart(tmp_path):
+def test_a_smaller_and_a_larger_budget_at_restart(tmp_path, caplog):
     adapter = opened(tmp_path, 8 << 20)
     for number in range(80):
         put(adapter, identity(number), value(number, 90_000))
@@ -200,6 +201,7 @@ def test_a_smaller_and_a_larger_budget_at_restart(tmp_path):
     assert adapter.usage().bytes_used <= adapter.describe()["allocated_bytes"] <= 3 << 20
     kept = [number for number in range(80) if get(adapter, identity(number)) == value(number, 90_000)]
     assert kept == list(range(kept[0], 80))
+    assert f"{kept[0]} values dropped: it held more than the 3 MiB" in caplog.text
     adapter.close()
     adapter = opened(tmp_path, 16 << 20)
     for number in range(100, 200):
@@ -314,6 +316,15 @@ def test_a_strange_version_is_refused_by_name(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(content | {"format": "other"}))
     with pytest.raises(AdapterConfigError, match="another kind: other"):
         opened(tmp_path)
+
+
+def test_another_tiers_folder_is_refused(tmp_path):
+    """Of ours, too: two tiers in one folder would each take the other's files for what fills the disk."""
+    FsAdapter("fs", tmp_path, 1 << 20).open()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(AdapterConfigError, match=r"holds a store of another kind: kvtools-fs\.json"):
+        opened(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path):

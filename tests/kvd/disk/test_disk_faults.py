@@ -379,12 +379,13 @@ def small_disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_real_full_disk(small_disk):
+def test_a_real_full_disk(small_disk, caplog):
     adapter = opened(small_disk / "store", 8 << 20, region_bytes=256 << 10)
     for number in range(200):
         assert put(adapter, identity(number), value(number, 20_000))
     assert get(adapter, identity(199)) == value(199, 20_000)
     assert adapter.describe()["allocated_bytes"] <= 2 << 20
+    assert caplog.text.count("no room left on its file system") == 1, "nothing else says that the budget is not to be had"
     adapter.close()
     adapter = opened(small_disk / "store", 8 << 20, region_bytes=256 << 10)
     assert get(adapter, identity(199)) == value(199, 20_000)

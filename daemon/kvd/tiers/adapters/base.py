@@ -12,6 +12,8 @@ adapter as a whole could not do its work, and counts against its breaker.
 import contextlib
 import errno
 import itertools
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +26,11 @@ from kvd.store.retention import NEVER, Retention
 from kvd.tiers.adapters.damage import DamageLog
 from kvtools.errors import KvError, UsageError, hint_for
 from kvtools.exits import Exit
+from kvtools.units import format_size
 
+log = logging.getLogger("kvd.tiers")
+
+FULL_PAUSE_S = 3600.0
 LISTED = 1000
 """Names looked up at once while a store is listed."""
 
@@ -196,6 +202,27 @@ class Counters:
             self.io_errors += result is Loaded.ERROR
 
 
+class FullNote:
+    """Says, once an hour, that a file system has less room than its tier was given: the tier's own figures do not show it."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._said = float("-inf")
+
+    def note(self, where: object, limit: int) -> None:
+        """It is full before the tier of `limit` bytes at `where` is."""
+        now = self._monotonic()
+        if now - self._said < FULL_PAUSE_S:
+            return
+        self._said = now
+        log.warning(
+            "%s: no room left on its file system, below the %s that the tier may take: old values go for new ones, or new "
+            "ones are refused. Free some of it, or lower the limit",
+            where,
+            format_size(limit),
+        )
+
+
 _PLACE_HINTS: Mapping[int, str] = {
     errno.EACCES: "the user that runs kvd must be able to read and write there",
     errno.EPERM: "the user that runs kvd must be able to read and write there",
@@ -230,6 +257,7 @@ class Adapter(ABC):
         self.counters = Counters()
         self.evicted: Evicted = _nobody
         """Called, from any thread, with what was dropped to make room: for `kvd why`."""
+        self.full_note = FullNote()
         self._looked_up_damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
 
     def listen(self, evicted: Evicted) -> None:

@@ -181,6 +181,7 @@ class FsAdapter(Adapter):
             if self._fits(item, total):
                 return Stored(True, "", self.durability)
             # The file system is fuller than our limit: make room there as if it were the limit.
+            self.full_note.note(self.root, self.max_bytes)
             if self.eviction.policy != "noop" and self._evict(2 * total) and self._fits(item, total):
                 return Stored(True, "", self.durability)
             return Stored(False, "full")

@@ -100,10 +100,14 @@ class Pool(Medium):
 
     def _tidy(self) -> None:
         """Remove the files of a larger pool: nobody would find what is in them."""
+        gone = 0
         for entry in os.scandir(self._folder):
             match = FILE.fullmatch(entry.name)
             if match and int(match[1]) >= self._files and entry.is_file(follow_symlinks=False):
+                gone += entry.stat(follow_symlinks=False).st_size > 0
                 Path(entry.path).unlink()
+        if gone:
+            log.warning("%s: %d values dropped with the files of the larger pool that %s was", self._name, gone, self._folder)
 
     def close(self) -> None:
         lock, self._lock = self._lock, -1
@@ -232,6 +236,7 @@ class NixlStoreAdapter(SlotAdapter):
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 # The file system is fuller than the pool: make room there as if that were the limit.
+                self.full_note.note(self.where, self.usage().bytes_limit)
                 if self.eviction.policy == "noop" or not self._give_back():
                     return Stored(False, "full")
                 continue

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvd.store.identity import Identity
 from kvd.store.retention import expired
-from kvd.tiers.adapters.base import AdapterError, AdapterFull
+from kvd.tiers.adapters.base import AdapterError, AdapterFull, FullNote
 from kvd.tiers.adapters.disk.buffers import BufferPool
 from kvd.tiers.adapters.disk.catalog import Catalog, slices
 from kvd.tiers.adapters.disk.deletes import DeletesLog
@@ -35,6 +35,7 @@ from kvd.tiers.adapters.disk.scan import read_records
 from kvd.tiers.adapters.disk.storage import NO_ROOM, Storage
 from kvd.tiers.adapters.disk.writer import Writer
 from kvtools.errors import hint_for
+from kvtools.units import format_size
 
 log = logging.getLogger("kvd.disk")
 
@@ -60,6 +61,7 @@ class Evictor:
         """Claimed while a region is being made."""
         self.writer: Writer
         self.reader: Reader
+        self._full_note = FullNote()
 
     def make_region(self, retention: int) -> Region:
         """A new open region of this class. Raises AdapterFull (nothing may be evicted), AdapterError, OSError."""
@@ -88,6 +90,7 @@ class Evictor:
                     if error.errno not in NO_ROOM or self._files.has_free():
                         raise
                     # The disk is fuller than the budget knows: live with fewer regions, as long as there is one to take.
+                    self._full_note.note(self._root, self._catalog.geometry.max_bytes)
             if self._evict_one(retention, moving) or (time.monotonic() < deadline and self._wait_for_idle()):
                 continue
             raise AdapterFull(f"no room in {self._root}: nothing there may be evicted", hint="free disk space or lower the budget")
@@ -102,11 +105,15 @@ class Evictor:
 
     def fit(self) -> None:
         """Evict until the budget holds (it may be smaller than at the last run)."""
+        before = self._catalog.counters.evictions
         with self._space:
             while self._catalog.held_bytes > self._catalog.geometry.max_bytes:
                 self._files.trim(0)
                 if self._catalog.held_bytes > self._catalog.geometry.max_bytes and not self._evict_one(-1, []):
                     break
+        if dropped := self._catalog.counters.evictions - before:
+            limit = format_size(self._catalog.geometry.max_bytes)
+            log.warning("%s: %d values dropped: it held more than the %s that it may now", self._root, dropped, limit)
 
     def sync_free(self) -> None:
         """Make it stable that regions which were given up are gone. Raises OSError."""

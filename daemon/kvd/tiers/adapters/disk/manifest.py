@@ -8,6 +8,7 @@ for life by the one process that has the store open.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from kvtools.output import printable
 
 MANIFEST = "manifest.json"
 LOCK = "owner.lock"
+OTHERS = re.compile(r"kvtools-[a-z-]+\.json")
+"""Manifests of our other tiers."""
 _LAST = (1 << 32) - 2 * EPOCHS  # epochs are u32
 
 
@@ -98,6 +101,10 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
         if not any(region_sequence(name) is not None for name in names):
             raise AdapterConfigError(f"{root / MANIFEST} is not a manifest of kvd", hint="give the disk tier a folder of its own")
         # Damaged, but the region files speak for themselves: each carries the version too.
+    if other := next((name for name in sorted(names) if OTHERS.fullmatch(name)), None):
+        raise AdapterConfigError(
+            f"{root} holds a store of another kind: {printable(other)}", hint="give the disk tier a folder of its own"
+        )
     try:
         return take_epochs(io, root, Folder(FORMAT_VERSION, clock_ns(), region_bytes), clock_ns)
     except OSError as error:
