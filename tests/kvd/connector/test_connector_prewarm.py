@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvd.connector import explain
 from kvd.connector.asked import BadBody, read
 from kvd.connector.groups import Group
 from kvd.connector.keys import Span
@@ -77,6 +78,19 @@ def test_a_whole_prompt_comes_up_for_all_ranks_and_groups(kvd_daemon: MakeDaemon
     with daemon.client() as client:
         after = client.stats()
     assert (after["hits_total"], after["misses_total"]) == (before["hits_total"], before["misses_total"])
+
+
+@pytest.mark.real("kvd")
+def test_an_answer_that_is_cut_says_so(kvd_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = kvd_daemon(max_bytes="8MiB")
+    save(daemon, view(), up=True)
+    with daemon.client() as client:
+        whole = explain.explain(client, view(), hashes(TOKENS), TOKENS)
+        monkeypatch.setattr(explain, "MAX_CHUNKS", 2)
+        cut = explain.explain(client, view(), hashes(TOKENS), TOKENS)
+    assert (len(whole["chunks"]), len(cut["chunks"]), cut["found_tokens"]) == (4, 2, 512)
+    assert not any("looked at" in remark for remark in whole["remarks"])
+    assert "only the first 2 of 4 chunks are looked at, up to token 512" in cut["remarks"]
 
 
 @pytest.mark.real("kvd")
