@@ -28,7 +28,7 @@ MOST = 64
 HINTS = {
     "hash_seed": "set PYTHONHASHSEED to the same value for all engines, or for none",
     "hash_algorithm": "give all engines one --prefix-caching-hash-algo",
-    "chunk_tokens": "give all engines one KVD_CHUNK_TOKENS, or leave it at auto",
+    "chunk_tokens": "give all engines one KVD_CHUNK_TOKENS, or leave it at auto and KVD_AIS alike: with GPU-direct auto is larger",
     "tenant": "KVD_TENANT keeps them apart on purpose, or one of them reset its caches (KVD_RESET)",
 }
 
