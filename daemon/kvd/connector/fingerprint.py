@@ -43,9 +43,12 @@ def salted(namespace: bytes, salt: bytes) -> bytes:
 
 
 def salt_of(*, hash_algorithm: str, hash_seed: str, tenant: str, request_tenant: str = "") -> bytes:
-    """The scheduler's part: how block hashes are made, and whose they are: the engine's tenant, and the request's within it."""
-    whose = "\0".join(filter(None, (tenant, request_tenant)))
-    return hashlib.sha256(json.dumps(["kvd salt 1", hash_algorithm, hash_seed, whose]).encode()).digest()
+    """The scheduler's part: how block hashes are made, and whose they are: the engine's tenant, and the request's within it.
+
+    The two are kept apart: a request may say any word, and none of them may make it the tenant of another engine.
+    """
+    whose = [tenant, request_tenant] if request_tenant else [tenant]
+    return hashlib.sha256(json.dumps(["kvd salt 1", hash_algorithm, hash_seed, *whose]).encode()).digest()
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

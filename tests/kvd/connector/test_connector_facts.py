@@ -149,6 +149,15 @@ def test_a_mismatch_is_named_field_by_field() -> None:
     assert fingerprint.differences(mine, theirs) == ["draft: - / x", "dtype: float32 / bfloat16"]
 
 
+def test_no_word_of_a_request_makes_it_the_tenant_of_another_engine() -> None:
+    whose = [("", ""), ("acme", ""), ("", "acme"), ("acme", "acme"), ("acme", "x"), ("", "acme\0x"), ("acme\0x", "")]
+    salts = {
+        fingerprint.salt_of(hash_algorithm="sha256", hash_seed="00", tenant=tenant, request_tenant=request)
+        for tenant, request in whose
+    }
+    assert len(salts) == len(whose)
+
+
 def test_salts_cover_hash_and_tenant() -> None:
     salts = {
         fingerprint.salt_of(hash_algorithm=a, hash_seed=s, tenant=t)
