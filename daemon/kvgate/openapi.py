@@ -31,7 +31,7 @@ _WORDS = {
     413: "The body is too long",
     429: "The queue is full",
     502: "The engine broke off, or did not sleep or wake",
-    503: "The model cannot serve now",
+    503: "The model cannot serve now, or too many connections are open",
     504: "The engine was silent",
 }
 
@@ -130,13 +130,13 @@ def _query(name: str, schema: Json) -> Json:
 
 
 def _get(summary: str, *parameters: Json, errors: tuple[int, ...] = (), shape: Json = _ERROR, open_: bool = False) -> Json:
-    refused = () if open_ else (401, 403)
+    refused = () if open_ else (401, 403, 503)
     found: Json = {"summary": summary, "responses": _answers(200, _OBJECT, errors=(*errors, *refused), shape=shape)}
     return {**found, "parameters": list(parameters)} if parameters else found
 
 
 def _text(summary: str) -> Json:
-    answers = _answers(200, {"text/plain": {"schema": {"type": "string"}}}, errors=(401, 403), shape=_ERROR)
+    answers = _answers(200, {"text/plain": {"schema": {"type": "string"}}}, errors=(401, 403, 503), shape=_ERROR)
     return {"summary": summary, "responses": answers}
 
 

@@ -24,6 +24,7 @@ from kvgate.errors import EngineError, UnknownModel
 from kvgate.lane import Lane
 from kvgate.sleep import SleepMachine, State
 from kvgate.traffic import TrafficMonitor
+from kvtools.output import printable
 
 log = logging.getLogger("kvgate.router")
 
@@ -86,6 +87,12 @@ class Backend:
         except EngineError:
             return
         self.card = next((card for card in cards if card.get("id") == self.name), {"id": self.name})
+        served = [str(card.get("id")) for card in cards]
+        named = {self.name, self.config.instance.name if self.config.instance else self.name}
+        if served and not named & set(served):
+            # Requests pass unchanged, so the name in them is the engine's to know.
+            known = ", ".join(repr(printable(name[:100])) for name in served[:5])
+            log.warning("%s: its engine serves %s and answers 404 to this name: see --served-model-name", self.name, known)
 
     async def _run(self) -> None:
         while True:

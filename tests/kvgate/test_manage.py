@@ -111,6 +111,15 @@ async def test_model_cards(tmp_path: Path) -> None:
         assert (await client.ask(f"/v1/models/{SLASHED}"))[1]["id"] == SLASHED
 
 
+async def test_an_engine_that_serves_another_name_is_remarked_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeEngine(model="org/other") as engine, FakeEngine(model="second") as second:
+        models = {"tiny": {"host": "127.0.0.1", "port": engine.port}, "second": {"host": "127.0.0.1", "port": second.port}}
+        async with running_gate(write_config(tmp_path / "m.yaml", models)) as client:
+            await eventually(lambda: all(backend.card for backend in client.gate.router.backends.values()))
+    told = [record.getMessage() for record in caplog.records if "answers 404 to this name" in record.getMessage()]
+    assert told == ["tiny: its engine serves 'org/other' and answers 404 to this name: see --served-model-name"]
+
+
 async def test_metrics_parse_and_agree_with_the_stats_segment(tmp_path: Path) -> None:
     async with FakeEngine() as engine, FakeEngine() as other:
         path = two(tmp_path, engine, other)
