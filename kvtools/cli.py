@@ -141,6 +141,9 @@ class Finite(FloatRange):
             self.fail(f"{value!r} is no number that can be meant", param, ctx)
         return number
 
+    def _describe_range(self) -> str:
+        return "" if self.min is None and self.max is None else super()._describe_range()
+
 
 class PathName(TyperPath):
     """A path as it was typed. The stock type asks stat about each, which on a dead mount never returns, before any deadline

@@ -303,8 +303,11 @@ def bench(
     """What this host can do: arena, disk and tiers against memcpy and the raw device, in one run."""
     from kvd.bench import run as measurements
     from kvd.bench.reload import Prefix
+    from kvtools.errors import UsageError
     from kvtools.units import parse_size
 
+    if bytes_per_token is None and prefill_rate:
+        raise UsageError("--prefill-rate without --bytes-per-token", hint="say what a token takes, such as --bytes-per-token 128K")
     prefix = None if bytes_per_token is None else Prefix(model, prefix_tokens, parse_size(bytes_per_token), prefill_rate)
     sizes = size or ["64K", "1M", "16M"]
     measurements.run(measurements.plan(socket, path, adapter or [], sizes, clients, seconds, prefix), json)

@@ -79,7 +79,7 @@ def plan(
     prefix: Prefix | None,
 ) -> Plan:
     """A plan of the words as given. Raises UsageError for what cannot be measured."""
-    specs = [registry.parse_spec(one) for one in adapters]
+    specs = [registry.parse_spec(one, "--adapter") for one in adapters]
     return Plan(socket, path, specs, [parse_size(size) for size in sizes], many, seconds, prefix)
 
 

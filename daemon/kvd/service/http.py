@@ -7,7 +7,10 @@ window, not a web server.
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
+import socket
 from collections.abc import Callable, Iterable
 
 from kvd.service.histogram import Row
@@ -38,8 +41,14 @@ class Window:
         try:
             self._server = await asyncio.start_server(self._serve, self.host, self.port, limit=REQUEST_BYTES)
         except OSError as error:
-            why = f"cannot listen on {self.host} port {self.port}: {error.strerror or error}"
-            raise UsageError(why, hint="give --metrics-port another port") from None
+            taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            # asyncio has its own, longer words for what the system says; a look-up's numbers are no errnos.
+            system = not isinstance(error, socket.gaierror) and error.errno
+            said = os.strerror(system) if system else error.strerror or str(error)
+            why = f"cannot listen on {self.host} port {self.port}: {said}"
+            raise UsageError(
+                why, hint="give --metrics-port another port" if taken else "give --metrics-host an address of this host"
+            ) from None
 
     async def close(self) -> None:
         if self._server is not None:

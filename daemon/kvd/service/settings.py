@@ -32,6 +32,8 @@ log = logging.getLogger("kvd")
 
 MIN_ARENA = 1 << 20
 LEAST_TIER = 1 << 20
+NOBODYS = (1 << 32) - 1
+"""No user or group has this number, which says "leave it as it is" to the kernel, nor a higher one."""
 TURN_S = 0.0005
 """How long a thread may keep the interpreter when another wants it."""
 
@@ -48,17 +50,34 @@ def _digits(text: str) -> bool:
 
 
 def _uid(text: str) -> int:
-    try:
-        return int(text) if _digits(text) else pwd.getpwnam(text).pw_uid
-    except KeyError:
-        raise UsageError(f"no such user: {text!r}") from None
+    return _id("user", text, lambda name: pwd.getpwnam(name).pw_uid)
 
 
 def _gid(text: str) -> int:
+    return _id("group", text, lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _id(what: str, text: str, look_up: Callable[[str], int]) -> int:
     try:
-        return int(text) if _digits(text) else grp.getgrnam(text).gr_gid
-    except KeyError:
-        raise UsageError(f"no such group: {text!r}") from None
+        number = int(text) if _digits(text) else look_up(text)
+    except (KeyError, ValueError):  # ValueError: a name that no name can be
+        raise UsageError(f"no such {what}: {text!r}", hint="a name that this host knows, or a number") from None
+    if number >= NOBODYS:
+        raise UsageError(f"no such {what}: {text!r}", hint=f"numbers end below {NOBODYS}")
+    return number
+
+
+def _each(name: str, parse: Callable[[str], int], texts: list[str]) -> frozenset[int]:
+    """What each of these means. Raises UsageError, naming the setting."""
+    try:
+        return frozenset(map(parse, texts))
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", hint=error.hint) from None
+
+
+def _several(text: str) -> list[str]:
+    """Several words in one variable."""
+    return text.replace(",", " ").split()
 
 
 def _word(what: str, *words: str) -> Any:
@@ -166,8 +185,8 @@ SETTINGS = (
     Setting("l2_adapter", registry.parse_specs, [], ("KVD_L2_ADAPTER",), help="Further tiers, as JSON objects, in this order."),
     Setting("socket_mode", _mode, 0o600, ("KVD_SOCKET_MODE",), help="Mode of the socket file."),
     Setting("socket_group", _gid, None, ("KVD_SOCKET_GROUP",), help="Group of the socket file."),
-    Setting("allow_uid", lambda t: [t], [], ("KVD_ALLOW_UID",), help="Users that may connect."),
-    Setting("allow_gid", lambda t: [t], [], ("KVD_ALLOW_GID",), help="Groups that may connect."),
+    Setting("allow_uid", _several, [], ("KVD_ALLOW_UID",), help="Users that may connect."),
+    Setting("allow_gid", _several, [], ("KVD_ALLOW_GID",), help="Groups that may connect."),
     Setting("hugepages", _switch, False, ("KVD_HUGEPAGES", "INFERA_KVD_ARENA_HUGETLB"), help="Ask for 2 MiB pages."),
     Setting("mlock", _switch, False, ("KVD_MLOCK",), help="Keep the arena from being swapped out."),
     Setting("numa_node", _node, None, ("KVD_NUMA_NODE",), help="Take the arena's pages from this NUMA node where it has any."),
@@ -214,7 +233,7 @@ def gib(value: float, other: str | None) -> str:
     if other is not None:
         raise UsageError("--l1-size-gb and --max-bytes say the same thing", hint="give one of them")
     if not 0 < value < MAX_BYTES >> 30:
-        raise UsageError(f"not a size in GiB: {value}")
+        raise UsageError(f"--l1-size-gb: not a size in GiB: {value:g}", hint="a number above 0, such as 0.5 or 64")
     return f"{int(value * (1 << 30))}"
 
 
@@ -238,10 +257,21 @@ def read_file(path: Path | None) -> dict[str, Any]:
         if isinstance(value, dict) or (isinstance(value, list) and name not in lists):
             raise UsageError(f"{name} in {path} is not a plain value")
         if isinstance(value, list):
-            made[name] = [Path(str(one)) if name == "long_path" else str(one) for one in value]
+            made[name] = [_one_of_several(name, one, path) for one in value]
         else:
             made[name] = str(value).lower() if isinstance(value, bool) else str(value)
     return made
+
+
+def _one_of_several(name: str, value: Any, path: Path) -> Any:
+    """An element of a list in a file. Raises UsageError."""
+    if name == "long_path":
+        if not isinstance(value, str) or not value:
+            raise UsageError(f"long_path in {path}: not a directory: {value!r}", hint='such as long_path = ["/nvme/kvd"]')
+        return Path(value)
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        raise UsageError(f"{name} in {path}: neither a name nor a number: {value!r}", hint=f'such as {name} = ["kvd", 1000]')
+    return str(value)
 
 
 def _specs(value: Any, path: Path) -> list[registry.Spec]:
@@ -329,7 +359,7 @@ def options_of(settings: Resolved) -> Options:
     """What the daemon needs. Raises UsageError for what cannot be meant."""
     value = {name: setting.value for name, setting in settings.items()}
     if value["max_bytes"] < MIN_ARENA:
-        raise UsageError(f"--max-bytes {format_size(value['max_bytes'])} is too small", hint="the least is 1MiB")
+        raise UsageError(f"--max-bytes of {value['max_bytes']} bytes is too small", hint="the least is 1MiB")
     if value["gds_l1_path"] is not None:
         _check_slab(value)
     elif value["max_bytes"] > (limit := memory_limit()):
@@ -337,6 +367,8 @@ def options_of(settings: Resolved) -> Options:
         raise UsageError(why, hint="give a size that leaves room for everything else on this host")
     if settings["long_bytes"].origin != "default" and not value["long_path"]:
         raise UsageError("--long-bytes without --long-path", hint="say where the disk tier lies: --long-path DIR")
+    if settings["metrics_host"].origin != "default" and value["metrics_port"] is None:
+        raise UsageError("--metrics-host without --metrics-port", hint="say on which port: --metrics-port PORT")
     if settings["durability"].origin != "default" and not value["long_path"]:
         raise UsageError("--durability without --long-path", hint="say where the disk tier lies: --long-path DIR")
     adapters = _adapters(value)
@@ -352,8 +384,8 @@ def options_of(settings: Resolved) -> Options:
         adapters=adapters,
         socket_mode=value["socket_mode"],
         socket_group=value["socket_group"],
-        allow_uids=frozenset(map(_uid, value["allow_uid"])),
-        allow_gids=frozenset(map(_gid, value["allow_gid"])),
+        allow_uids=_each("allow_uid", _uid, value["allow_uid"]),
+        allow_gids=_each("allow_gid", _gid, value["allow_gid"]),
         huge_pages=value["hugepages"],
         mlock=value["mlock"],
         numa_node=value["numa_node"],

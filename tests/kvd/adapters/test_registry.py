@@ -207,7 +207,7 @@ def test_eviction_drops_what_must_go_and_a_share_when_told() -> None:
         ("{", "--l2-adapter is no JSON"),
         ("[]", "--l2-adapter is not a JSON object"),
         ("3", "--l2-adapter is not a JSON object"),
-        ('{"type": "disk", "type": "fs"}', "--l2-adapter: field 'type' is given twice"),
+        ('{"type": "disk", "type": "fs"}', "--l2-adapter is no JSON: field 'type' is given twice"),
         ("@/no/such/file", "--l2-adapter @/no/such/file: No such file or directory"),
         ("@/dev/null", "--l2-adapter @/dev/null is no JSON: Expecting value"),
         ('{"type": ' + "[" * 100_000, "--l2-adapter is no JSON: too many brackets"),

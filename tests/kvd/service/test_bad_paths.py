@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.service import settings
 from kvtools.cli import run_words
+from kvtools.config import resolve
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.processes import Ran, run_cli, wait_until
 
@@ -155,7 +157,13 @@ class TestAtStart:
             (["--socket-mode", "rw"], "rw"),
             (["--socket-group", "no-such-group"], "no-such-group"),
             (["--allow-uid", "no-such-user"], "no-such-user"),
-            (["--allow-gid", "no-such-group"], "no-such-group"),
+            (["--allow-gid", "no-such-group"], "allow_gid: no such group: 'no-such-group'"),
+            (["--allow-uid", "-1"], "allow_uid: no such user: '-1'"),
+            (["--allow-uid", "4294967295"], "4294967295"),
+            (["--socket-group", "99999999999"], "no such group: '99999999999'"),
+            (["--metrics-host", "127.0.0.1"], "--metrics-port"),
+            (["--metrics-host", "192.0.2.1", "--metrics-port", "1024"], "give --metrics-host an address of this host"),
+            (["--eviction-policy", "fifo"], "not an eviction policy"),
             (["--eviction-policy", "LFU"], "LFU"),
             (["--drain-timeout", "soon"], "soon"),
             (["--drain-timeout", "-1s"], "-1s"),
@@ -179,6 +187,26 @@ class TestAtStart:
         assert "Traceback" not in stderr
         assert stdout == ""
         assert len(stderr.splitlines()) <= 3
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ('long_path = ["", "x"]', "long_path in FILE: not a directory: ''"),
+            ("long_path = [1]", "long_path in FILE: not a directory: 1"),
+            ("allow_uid = [true]", "allow_uid in FILE: neither a name nor a number: True"),
+            ("allow_gid = [-1]", "allow_gid: no such group: '-1'"),
+        ],
+    )
+    def test_what_a_list_in_a_file_cannot_hold_is_named(self, folder: Path, text: str, says: str) -> None:
+        (folder / "kvd.toml").write_text(text + "\n")
+        run = run_cli("kvd", "serve", "--config", folder / "kvd.toml", "--socket", folder / "kvd.sock")
+        assert (run.rc, "Traceback" in run.stderr) == (2, False)
+        assert says.replace("FILE", str(folder / "kvd.toml")) in run.stderr
+
+    def test_several_users_in_one_variable(self) -> None:
+        environ = {"KVD_ALLOW_UID": "0, 1 2", "KVD_ALLOW_GID": ""}
+        options = settings.options_of(resolve(settings.SETTINGS, flags={}, environ=environ))
+        assert (options.allow_uids, options.allow_gids) == ({0, 1, 2}, frozenset())
 
     @pytest.mark.parametrize(("name", "value"), [("KVD_MAX_BYTES", "lots"), ("KVD_DURABILITY", "maybe"), ("KVD_LOG_LEVEL", "x")])
     def test_bad_values_in_the_environment_are_named_by_their_variable(self, folder: Path, name: str, value: str) -> None:

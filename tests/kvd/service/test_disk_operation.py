@@ -147,7 +147,7 @@ def test_damage_that_is_read_is_said_once_a_file_with_its_place(kvd_daemon: Make
     assert len(lines) == 1
     assert str(region) in lines[0]
     assert f"at offset {data.find(content(7)) - 4096}" in lines[0]
-    assert "kvd verify --repair" in lines[0]
+    assert f"kvd verify --repair {region.parent} drops all of them" in lines[0]
 
 
 def test_a_lost_deletes_log_is_said_counted_and_shown(kvd_daemon: MakeDaemon) -> None:

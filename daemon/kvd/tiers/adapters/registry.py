@@ -67,11 +67,11 @@ def _hidden(value: Any) -> Any:
     return _redacted(value) if not isinstance(value, str) or value.startswith(("env:", "file:")) else "***"
 
 
-def parse_spec(given: str) -> Spec:
-    """One `--l2-adapter`: JSON, or @FILE that holds it. Raises UsageError."""
-    what = "--l2-adapter"
+def parse_spec(given: str, option: str = "--l2-adapter") -> Spec:
+    """One `--l2-adapter` (or what else the option is called): JSON, or @FILE that holds it. Raises UsageError."""
+    what = option
     if given.startswith("@"):
-        what = f"--l2-adapter {given}"
+        what = f"{option} {given}"
         try:
             given = Path(given[1:]).read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -88,7 +88,7 @@ def _json(given: str, what: str, *, hint: str = "") -> Any:
         return json.loads(given, object_pairs_hook=_no_twins)
     except json.JSONDecodeError as error:
         raise UsageError(f"{what}: {error.msg} at character {error.pos + 1}", hint=hint) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits, a field given twice
         raise UsageError(f"{what}: {error}", hint=hint) from None
     except RecursionError:
         raise UsageError(f"{what}: too many brackets inside each other", hint=hint) from None
@@ -108,7 +108,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for name, value in pairs:
         if name in body:
-            raise UsageError(f"--l2-adapter: field {name!r} is given twice")
+            raise ValueError(f"field {name!r} is given twice")
         body[name] = value
     return body
 

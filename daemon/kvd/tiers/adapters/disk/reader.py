@@ -11,6 +11,7 @@ raises, while a read into its buffers is still under way. Concurrency: any threa
 and to count.
 """
 
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -90,7 +91,9 @@ class Reader:
         self._direct = direct
         self._pool = pool
         self._threads = threads
-        self._damage = DamageLog("Once this daemon is stopped, kvd verify --repair FOLDER finds all of them")
+        self._damage = DamageLog(
+            f"Once this daemon is stopped, kvd verify --repair {shlex.quote(str(files.root))} drops all of them"
+        )
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         """Fill each buffer. Never raises for bad bytes or I/O errors: those are CORRUPT and ERROR."""
