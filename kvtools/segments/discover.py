@@ -111,8 +111,17 @@ def _look_for_orphans(root: Path, found: Found) -> None:
             except KvError as error:
                 found.problems.append(Problem(name, error))
                 continue
-            if owner is not None and not owner.alive and not owner.error:
-                found.leftovers.append(Leftover(name, "sidecar", f"its pool is gone and nobody holds its lock ({owner.story})"))
+            if owner is not None and not owner.alive and (not owner.error or _is_empty(root / name)):
+                # An empty one is of an engine that was killed between making the file and writing itself in.
+                who = "it is empty" if owner.error else owner.story
+                found.leftovers.append(Leftover(name, "sidecar", f"its pool is gone and nobody holds its lock ({who})"))
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.stat(follow_symlinks=False).st_size == 0
+    except OSError:
+        return False
 
 
 def _unlocked(path: Path) -> bool:

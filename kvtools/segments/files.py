@@ -61,7 +61,7 @@ def check_name(name: str) -> str:
         raise UsageError("a segment name cannot be empty")
     shown = printable(name)
     if "/" in name or "\0" in name:
-        raise UsageError(f"not a segment name: {shown}", hint="a segment is named by its file name in /dev/shm, without a folder")
+        raise UsageError(f"not a segment name: {shown}", hint="a segment is named by its file name alone, without a folder")
     if name.startswith("."):
         raise UsageError(f"not a segment name: {shown}", hint="names that begin with a dot are never segments")
     try:
@@ -168,8 +168,8 @@ def flock(
             left = deadline - clock()
             if left <= 0:
                 raise TimedOut(
-                    f"{what} stayed locked by another process for {timeout_s:g} s",
-                    hint="find the holder with: fuser -v on the file in /dev/shm (an engine or tool is stuck in an update)",
+                    f"{what} stayed locked by another process for {timeout_s:.3g} s",
+                    hint="find the holder with fuser -v on that file (an engine or tool is stuck in an update)",
                 ) from None
             sleep(min(pause, left))
             pause = min(pause * 2, 0.02)
@@ -211,6 +211,14 @@ def process_start(pid: int) -> int:
     return int(text.rpartition(b")")[2].split()[19])
 
 
+def _ended(pid: int) -> bool:
+    """Whether process `pid` is over and only its entry is left, for a parent that has not asked yet (or never will)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return True
+
+
 def pid_namespace() -> int:
     """Inode of this process's pid namespace (a pid means nothing outside it), 0 when /proc is not there."""
     try:
@@ -224,6 +232,6 @@ def process_story(pid: int, start: int, namespace: int) -> str:
     if namespace and namespace != pid_namespace():
         return f"pid {pid} in another pid namespace"
     now = process_start(pid)
-    if not now:
+    if not now or _ended(pid):
         return f"pid {pid} is gone"
     return f"pid {pid} runs" if now == start else f"pid {pid} is another process now"

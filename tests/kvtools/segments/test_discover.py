@@ -19,6 +19,8 @@ def test_everything_is_found_and_told_apart(tmp_path: Path) -> None:
     end(dead)
     orphan = owner.OwnerLock.acquire("orphan", owner.OwnerInfo("vllm"), root=tmp_path)
     orphan.close(remove=False)
+    (tmp_path / "killed-early.kvtools").write_bytes(b"")
+    (tmp_path / "somebodys.kvtools").write_bytes(b"does not say whose")
     writer = stats.StatsWriter("kvd", "abc", [], root=tmp_path)
     gone = stats.StatsWriter("gate", "abc", [], root=tmp_path)
     (tmp_path / "copy").write_bytes(gone.path.read_bytes())
@@ -34,6 +36,7 @@ def test_everything_is_found_and_told_apart(tmp_path: Path) -> None:
     assert {s.name: s.state for s in found.stats} == {"kvtools.gate.abc": "stale", "kvtools.kvd.abc": "live"}
     assert sorted((left.kind, left.name) for left in found.leftovers) == [
         ("pool", "dead"),
+        ("sidecar", "killed-early.kvtools"),
         ("sidecar", "orphan.kvtools"),
         ("stats", "kvtools.gate.abc"),
         ("temporary", ".kvtools.kvd.abc.77.0"),

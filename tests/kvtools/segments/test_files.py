@@ -89,6 +89,23 @@ def test_a_held_flock_times_out_with_a_hint(flock_held: Path) -> None:
     os.close(fd)
 
 
+def test_a_patience_that_is_what_others_left_is_said_in_round_figures(flock_held: Path) -> None:
+    fd = os.open(flock_held, os.O_RDONLY)
+    with pytest.raises(TimedOut, match=r"for 2 s$"):
+        files.flock(fd, fcntl.LOCK_SH, what="segment held", timeout_s=1.9993, clock=iter([0.0, 9.0]).__next__)
+    os.close(fd)
+
+
+def test_a_process_that_nobody_has_buried_is_gone_all_the_same() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        start = files.process_start(child.pid)
+        assert files.process_story(child.pid, start, 0) == f"pid {child.pid} runs"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert files.process_start(child.pid) == start, "its entry is still there"
+        assert files.process_story(child.pid, start, 0) == f"pid {child.pid} is gone"
+
+
 def test_waiting_for_a_flock_never_sleeps_past_its_deadline(flock_held: Path) -> None:
     fd = os.open(flock_held, os.O_RDONLY)
     now = [0.0]
