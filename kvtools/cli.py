@@ -33,7 +33,7 @@ from typer._click.exceptions import (  # noqa: E402
     UsageError,
 )
 from typer._click.shell_completion import CompletionItem  # noqa: E402
-from typer._click.types import FloatParamType, FloatRange  # noqa: E402
+from typer._click.types import FloatParamType, FloatRange, IntParamType  # noqa: E402
 from typer.core import TyperGroup  # noqa: E402
 from typer.main import get_command  # noqa: E402
 from typer.models import TyperPath  # noqa: E402
@@ -163,6 +163,8 @@ def _mended(command: Command) -> Command:
         if isinstance(param.type, FloatParamType) and not isinstance(param.type, Finite):
             bounds = param.type if isinstance(param.type, FloatRange) else FloatRange()
             param.type = Finite(bounds.min, bounds.max, bounds.min_open, bounds.max_open, bounds.clamp)
+        if isinstance(param.type, IntParamType):
+            param.type.name = "whole number"  # the stock name of a range, "int range", is nobody's word
     for below in getattr(command, "commands", {}).values():
         _mended(below)
     return command

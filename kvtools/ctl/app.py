@@ -43,7 +43,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would b
 WaitOption = Annotated[bool, typer.Option("--wait", help="Return when the engine has applied the limit, or say why it has not.")]
 TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="DURATION", help="With --wait: how long to wait.")]
 IntervalOption = Annotated[str, typer.Option("--interval", "-i", metavar="DURATION", help="Time between two looks.")]
-CountOption = Annotated[int | None, typer.Option("--count", min=1, help="End after so many looks.")]
+CountOption = Annotated[int | None, typer.Option("--count", metavar="N", min=1, help="End after so many looks.")]
 
 
 @app.callback()
@@ -173,6 +173,8 @@ def limit_percent(
 
     share = parse_percent(percent)
     whole = parse_size(total) if total is not None else None
+    if whole == 0:
+        raise UsageError(f"--total is nothing to take a percentage of: {total!r}", hint="write the memory of the GPU, such as 80G")
     wait_s = _patience(wait, timeout)
     if gpu is not None and whole is not None:
         raise UsageError("--gpu and --total exclude each other")
@@ -272,7 +274,7 @@ def apply(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan, YAML or JSON.")],
     watch: Annotated[bool, typer.Option("--watch", help="Keep the plan in force as engines come and go.")] = False,
     interval: IntervalOption = "2s",
-    count: Annotated[int | None, typer.Option("--count", min=1, help="With --watch: end after so many looks.")] = None,
+    count: Annotated[int | None, typer.Option("--count", metavar="N", min=1, help="With --watch: end after so many looks.")] = None,
     dry_run: DryRunOption = False,
     yes: YesOption = False,
     as_json: JsonOption = False,

@@ -15,7 +15,7 @@ from typing import Any
 from kvtools.config import YAML_SLIPS
 from kvtools.ctl import tables
 from kvtools.ctl.asking import agree
-from kvtools.ctl.limits import acting, gpu_total
+from kvtools.ctl.limits import acting, gpu_total, readable_gpus
 from kvtools.ctl.plan import Candidate, Plan, PlanError, Target, apply_targets, parse_plan, share_out
 from kvtools.ctl.watching import check_interval, repeat
 from kvtools.errors import KvError, NotFound, Unreachable, UsageError
@@ -33,6 +33,8 @@ def run_apply(
     file: Path, *, root: Path, watch: bool, interval_s: float, count: int | None, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Put the plan in `file` in force. Raises PlanError, NotFound, Refused, PlanFailed."""
+    if count is not None and not watch:
+        raise UsageError("--count means nothing without --watch", hint="a plan is applied once: leave it out, or add --watch")
     plan = read_plan(file)
     check_interval(interval_s)
     budget = _budget(plan)
@@ -44,6 +46,8 @@ def run_apply(
     targets = share_out(plan, [_candidate(state) for state in states], budget_bytes=budget, may_be_missing=watch)
     _say_unplanned(plan, states)
     if dry_run:
+        for what in filter(None, map(_unsafe, targets)):
+            note(f"note: needs a yes: {what}")
         _report(targets, [], budget or plan.budget_bytes, as_json, applied=False)
         return
     for what in filter(None, map(_unsafe, targets)):
@@ -60,7 +64,8 @@ def _unsafe(target: Target) -> str:
         return f"{name}: the plan leaves it 0 B: its engine has no memory for requests then"
     if target.below_use:
         used = format_size(target.reading.used_bytes)
-        return f"{name}: {used} are in use: at {format_size(target.limit_bytes)} its engine will preempt requests"
+        price = "its engine will give up cached prefixes, then preempt requests"
+        return f"{name}: {used} are in use: at {format_size(target.limit_bytes)} {price}"
     return ""
 
 
@@ -75,6 +80,8 @@ def read_plan(file: Path) -> Plan:
         raise Unreachable(f"cannot read plan {printable(str(file))}: {error.strerror}") from None
     if len(text) > _MAX_PLAN_BYTES:
         raise PlanError(f"plan {printable(str(file))} is over {format_size(_MAX_PLAN_BYTES)}")
+    if not text.strip():
+        raise PlanError(f"plan {printable(str(file))} is empty", hint="man kvctl, PLANS, has one to start from")
     return parse_plan(_yaml(text, file))
 
 
@@ -190,7 +197,8 @@ def _budget(plan: Plan) -> int | None:
     try:
         whole, _ = gpu_total(plan.budget_gpu)
     except UsageError as error:
-        raise PlanError(f"budget.gpu: {error.message}", hint="kvctl show lists the GPUs; or write the budget as a size") from None
+        known = "kvctl show NAME lists the GPUs" if readable_gpus() else "no GPU's memory can be read here"
+        raise PlanError(f"budget.gpu: {error.message}", hint=f"{known}; or write the budget as a size") from None
     return int(whole * plan.budget_percent / 100)
 
 
@@ -237,4 +245,8 @@ def _report(targets: Sequence[Target], changes: Sequence[LimitChange], budget: i
         emit(line)
     total = sum(target.limit_bytes for target in targets)
     of = f" of a budget of {format_size(budget)}" if budget is not None else ""
-    emit(f"{'applied' if applied else 'not applied (dry run)'}: {format_size(total)}{of}, {len(changes)} changed")
+    if applied:
+        emit(f"applied: {format_size(total)}{of}, {len(changes)} changed")
+    else:
+        would = sum(target.limit_bytes != target.reading.limit_bytes for target in targets)
+        emit(f"not applied (dry run): {format_size(total)}{of}, {would} would change")

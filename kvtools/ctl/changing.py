@@ -31,6 +31,8 @@ def change_limit(
     for text in decision.notes:
         note(f"note: {text}")
     if dry_run:
+        for reason in decision.unsafe:
+            note(f"note: needs a yes: {reason}")
         _report(decision, None, Outcome("dry-run"), as_json)
         return
     for reason in decision.unsafe:

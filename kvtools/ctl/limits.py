@@ -5,7 +5,7 @@ and what makes it unsafe (reasons, each of which --yes lifts). Rules, from what 
 
 * an owner that states its capacity gets no limit above it (it could not be met), and whole pages only;
 * 0, or less than one page, stops an engine, so it is unsafe; kvcached ignores 0;
-* below what is in use, the engine must preempt requests until it is met, so it is unsafe too;
+* below what is in use, the engine must give up cached prefixes or preempt requests until it is met, so it is unsafe too;
 * a segment without an owner file gets exactly what was asked, with a warning: it may never be taken up.
 
 Data flow: decide -> agree (asking.py) -> write -> wait. Failure: NotFound, Unreachable, TimedOut, Refused. Concurrency: the
@@ -96,6 +96,10 @@ def _note_takers(decision: Decision, takes_limits: bool) -> None:
             )
 
 
+_PRICE = "the engine will give up cached prefixes, then preempt requests,"
+"""What a limit below use costs. The segment counts blocks that only the prefix cache holds among those in use."""
+
+
 def _find_unsafe(decision: Decision) -> None:
     reading = decision.state.reading
     if decision.limit_bytes == 0:
@@ -106,9 +110,7 @@ def _find_unsafe(decision: Decision) -> None:
         decision.state.state != "stale" and decision.limit_bytes < reading.used_bytes and decision.limit_bytes < reading.limit_bytes
     ):
         over = format_size(reading.used_bytes - decision.limit_bytes)
-        decision.unsafe.append(
-            f"{format_size(reading.used_bytes)} are in use, {over} more than that: the engine will preempt requests until it is met"
-        )
+        decision.unsafe.append(f"{format_size(reading.used_bytes)} are in use, {over} more than that: {_PRICE} until it is met")
 
 
 def write(decision: Decision, *, by: str, expected: int | None = None, root: Path = SHM) -> pool.LimitChange:
@@ -212,7 +214,7 @@ def percent_base(state: PoolState, *, gpu: int | None, total_bytes: int | None) 
 
     if gpu is not None:
         return gpu_total(gpu)
-    devices = _devices()
+    devices = readable_gpus()
     if state.owner and state.owner.info.devices:
         named = [device for uuid in state.owner.info.devices if (device := match_uuid(devices, uuid))]
         if named:
@@ -225,14 +227,15 @@ def percent_base(state: PoolState, *, gpu: int | None, total_bytes: int | None) 
 
 def gpu_total(gpu: int) -> tuple[int, str]:
     """Memory of GPU number `gpu` in bytes, and what it is. Raises UsageError."""
-    devices = _devices()
+    devices = readable_gpus()
     chosen = [device for device in devices if device.index == gpu]
     if len(chosen) != 1:
         raise UsageError(f"no GPU {gpu}" if not chosen else f"two GPUs have number {gpu}", hint=_gpus(devices))
     return chosen[0].total_bytes, f"GPU {gpu} ({chosen[0].name})"
 
 
-def _devices() -> "list[Device]":
+def readable_gpus() -> "list[Device]":
+    """This host's GPUs whose memory is known."""
     from kvtools.devices import find_devices
 
     return [device for device in find_devices() if device.total_bytes]
@@ -241,7 +244,7 @@ def _devices() -> "list[Device]":
 def _gpus(devices: Sequence[object]) -> str:
     if not devices:
         return "no GPU's memory can be read here: give the whole with --total SIZE"
-    return "give --gpu I (kvctl show lists the GPUs), or the whole with --total SIZE"
+    return "give --gpu I (kvctl show NAME lists the GPUs), or the whole with --total SIZE"
 
 
 def start_capacity(state: PoolState, *, root: Path = SHM) -> int:

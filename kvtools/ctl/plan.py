@@ -3,7 +3,7 @@
     budget: 40G                    # what all of them may hold together; or {gpu: 0, percent: 90}
     idle_after: 60s                # with --watch: a pool idle for so long keeps its floor only
     segments:
-      chat:      {weight: 3, floor: 4G, priority: 1}
+      chat:      {weight: 3, floor: 4G, ceiling: 24G, priority: 1}
       batch-*:   {weight: 1, ceiling: 10G}
       embed:     {limit: 2G, optional: true}
 
@@ -17,7 +17,8 @@ Applying lowers limits before it raises others, so that the sum never exceeds th
 conditional on the limit the plan was made for, and a failure takes back what was written, unless somebody else wrote since.
 
 Failure: PlanError (exit 2) for a plan that cannot be meant or met, NotFound for a missing segment, PlanFailed after a
-roll-back. Concurrency: one apply at a time is the operator's business; two cannot corrupt each other, the later one fails.
+roll-back, with the exit status of what stopped it. Concurrency: one apply at a time is the operator's business; two cannot
+corrupt each other, the later one fails.
 """
 
 import fnmatch
@@ -105,7 +106,7 @@ class Target:
 
     @property
     def below_use(self) -> bool:
-        """Whether it takes memory that is in use: the engine would preempt requests."""
+        """Whether it takes memory that is in use: the engine would drop cached prefixes, or preempt requests."""
         return self.limit_bytes < min(self.reading.used_bytes, self.reading.limit_bytes)
 
     @property
@@ -362,7 +363,10 @@ def apply_targets(targets: Sequence[Target], *, by: str, root: Path = SHM) -> li
     except KvError as error:
         kept = _take_back(done, by=by, root=root)
         said = f"; not taken back: {', '.join(kept)}" if kept else "; no limit was changed" if not done else "; all was taken back"
-        raise PlanFailed(f"{error.message}{said}", hint=error.hint) from None
+        failed = PlanFailed(f"{error.message}{said}", hint=error.hint)
+        if not kept:
+            failed.exit_code = error.exit_code  # as if only that segment had been asked for
+        raise failed from None
     except KeyboardInterrupt:
         # Ctrl-C in the middle: half a plan is the one state nobody asked for.
         _take_back(done, by=by, root=root)

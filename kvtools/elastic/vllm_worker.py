@@ -80,7 +80,7 @@ class WorkerMemory:
         self.pages.memory.synchronize()
         self.pages.unmap(sorted(self._kept))
         self.asleep = True
-        logger.info("kvtools: asleep: %d pages of KV memory given back", len(self._kept))
+        logger.info("kvtools: asleep: pages of KV memory given back: %d", len(self._kept))
 
     def wake(self) -> None:
         """Raises OutOfMemory, DriverError; it sleeps on then."""
@@ -88,7 +88,7 @@ class WorkerMemory:
             return
         self.pages.map(sorted(self._kept))
         self.asleep = False
-        logger.info("kvtools: awake: %d pages of KV memory mapped, empty", len(self._kept))
+        logger.info("kvtools: awake: pages of KV memory mapped, empty: %d", len(self._kept))
 
     def release(self) -> None:
         """The worker ends: no page stays. The addresses do, as long as the process: tensors over them may outlive the worker."""

@@ -17,6 +17,7 @@ from kvtools.ctl.plan import parse_plan
 from kvtools.devices import Device
 from kvtools.segments import pool
 from tests.kvtools.engines import ANSWERING, end, start_engine
+from tests.support.generated import ROOT
 from tests.support.processes import SCRIPTS, Ran, wait_until
 
 from .conftest import GiB, MiB
@@ -45,13 +46,40 @@ def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
     before = limits(shm)
     ran = kvctl("apply", file, "--dry-run")
     assert (ran.rc, limits(shm)) == (0, before)
-    assert ran.stdout.splitlines()[-1] == "not applied (dry run): 40 GiB of a budget of 40 GiB, 0 changed"
+    assert ran.stdout.splitlines()[-1] == "not applied (dry run): 40 GiB of a budget of 40 GiB, 3 would change"
     ran = kvctl("apply", file, "--json")
     body = ran.json()
     assert (ran.rc, body["schema"], body["applied"], body["sum_bytes"]) == (0, "kvctl.apply/1", True, 40 * GiB)
     assert limits(shm) == {"chat": 24 * GiB, "batch-1": 8 * GiB, "embed": 8 * GiB, "other": GiB}
     assert "other (limit 1 GiB) is not in the plan" in ran.stderr
     assert kvctl("apply", file).stdout.splitlines()[-1] == "applied: 40 GiB of a budget of 40 GiB, 0 changed"
+
+
+def test_a_dry_run_says_what_would_be_asked(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    pool.create_pool("x", GiB, used_bytes=512 * MiB, root=shm)
+    pool.create_pool("y", GiB, root=shm)
+    ran = kvctl("apply", plan("segments: {x: {limit: 1M}, y: {limit: 0}}"), "--dry-run")
+    assert (ran.rc, "2 would change" in ran.stdout) == (0, True)
+    assert "note: needs a yes: x: 512 MiB are in use: at 1 MiB" in ran.stderr
+    assert "note: needs a yes: y: the plan leaves it 0 B" in ran.stderr
+    assert limits(shm) == {"x": GiB, "y": GiB}
+
+
+def test_rounds_are_counted_only_where_there_are_some(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    pool.create_pool("x", GiB, root=shm)
+    ran = kvctl("apply", plan("segments: {x: {limit: 2G}}"), "--count", "3")
+    assert (ran.rc, "--count means nothing without --watch" in ran.stderr) == (2, True)
+    assert limits(shm) == {"x": GiB}
+
+
+def test_the_plan_of_the_manual_can_be_applied(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]) -> None:
+    for name in ("chat", "batch-1", "embed"):
+        pool.create_pool(name, 40 * GiB, root=shm)
+    text = (ROOT / "man/man1/kvctl.1").read_text()
+    shown = text.partition(".Bd -literal -offset indent\nbudget:")[2].partition(".Ed")[0]
+    ran = kvctl("apply", plan("budget:" + shown))
+    assert ran.rc == 0, ran.stderr
+    assert limits(shm) == {"chat": 24 * GiB, "batch-1": 10 * GiB, "embed": 2 * GiB}
 
 
 @pytest.mark.parametrize(
@@ -64,14 +92,15 @@ def test_all_limits_at_once(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path]
         ("segments: !!python/object/apply:os.system ['touch /tmp/owned']", 2, "could not determine a constructor"),
         ("segments: {x: {limit: !!timestamp 1G}}", 2, "not YAML"),
         ("- 1", 2, "the plan: not a mapping"),
+        (" \n", 2, "plan.yaml is empty\nhint: man kvctl, PLANS"),
         ("segments: {nowhere: {limit: 1G}}", 3, "no segment named nowhere"),
         ("budget: 1G\nsegments: {x: {floor: 2G}}", 2, "cannot be met"),
-        ("segments: {x: {limit: 1M}}", 5, "x: 512 MiB are in use: at 1 MiB its engine will preempt requests"),
+        ("segments: {x: {limit: 1M}}", 5, "x: 512 MiB are in use: at 1 MiB its engine will give up cached prefixes"),
         ("segments: {x: {limit: 0}}", 5, "x: the plan leaves it 0 B: its engine has no memory for requests then"),
         (
             "budget: {gpu: 7}\nsegments: {x: {}}",
             2,
-            "budget.gpu: no GPU 7\nhint: kvctl show lists the GPUs; or write the budget as a",
+            "budget.gpu: no GPU 7\nhint: no GPU's memory can be read here; or write the budget as a",
         ),
         ("segments: {on: {limit: 1G}}", 2, "YAML reads this one as True\nhint: put the name in quotes"),
         ("segments: {x: {limit: 1G}, '../y': {limit: 1G, optional: true}}", 2, "not a segment name: ../y"),
@@ -231,7 +260,8 @@ def test_a_budget_of_a_gpu(kvctl: Kvctl, shm: Path, plan: Callable[[str], Path],
     monkeypatch.setattr("kvtools.devices.find_devices", lambda: [Device(0, "amd", "MI300X", "GPU-1", "0", 192 * GiB, 0)])
     assert kvctl("apply", plan("budget: {gpu: 0, percent: 50}\nsegments: {x: {}}")).rc == 0
     assert limits(shm) == {"x": 96 * GiB}
-    assert kvctl("apply", plan("budget: {gpu: 1}\nsegments: {x: {}}")).rc == 2
+    ran = kvctl("apply", plan("budget: {gpu: 1}\nsegments: {x: {}}"))
+    assert (ran.rc, "hint: kvctl show NAME lists the GPUs; or write" in ran.stderr) == (2, True)
 
 
 def test_json_is_yaml(tmp_path: Path) -> None:

@@ -350,3 +350,22 @@ def test_an_owner_file_that_says_nothing_does_not_say_that_the_engine_is_gone(kv
         assert "whether its engine lives, and takes the limit up, is not known" in ran.stderr
     assert kvctl("prune", "--yes").rc == 0
     assert (shm / "x").exists()
+
+
+def test_a_dry_run_says_what_would_be_asked(kvctl: Kvctl, shm: Path) -> None:
+    pool.create_pool("x", 4 * GiB, used_bytes=3 * GiB, root=shm)
+    ran = kvctl("limit", "x", "1G", "--dry-run")
+    assert (ran.rc, ran.stdout) == (0, "x: limit 4 GiB -> 1 GiB (dry-run)\n")
+    price = "the engine will give up cached prefixes, then preempt requests, until it is met"
+    assert f"note: needs a yes: 3 GiB are in use, 2 GiB more than that: {price}\n" in ran.stderr
+    ran = kvctl("limit", "x", "1G")
+    assert (ran.rc, price in ran.stderr) == (5, True)
+
+
+def test_bad_numbers_are_told_in_words(kvctl: Kvctl, shm: Path) -> None:
+    pool.create_pool("x", 4 * GiB, root=shm)
+    ran = kvctl("limit-percent", "x", "50", "--total", "0")
+    assert (ran.rc, "--total is nothing to take a percentage of: '0'" in ran.stderr) == (2, True)
+    ran = kvctl("limit-percent", "x", "50", "--gpu", "first")
+    assert (ran.rc, "'first' is not a valid whole number" in ran.stderr) == (2, True)
+    assert "--count N" in kvctl("watch", "--help").stdout

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtools.ctl.plan import Candidate, Plan, PlanError, PlanFailed, Share, Target, apply_targets, fill, parse_plan, share_out
 from kvtools.errors import NotFound
+from kvtools.exits import Exit
 from kvtools.segments import owner, pool
 
 GiB, MiB = 1 << 30, 1 << 20
@@ -248,8 +249,9 @@ def test_a_failure_takes_back_what_was_written(tmp_path: Path) -> None:
         apply_targets(targets, by="t", root=tmp_path)
     assert [reading.limit_bytes for reading in pool.list_pools(tmp_path).pools] == [10, 10, 11]
     (tmp_path / "a").unlink()
-    with pytest.raises(PlanFailed, match="no segment named a; no limit was changed"):
+    with pytest.raises(PlanFailed, match="no segment named a; no limit was changed") as gone:
         apply_targets(targets, by="t", root=tmp_path)
+    assert gone.value.exit_code == Exit.NOT_FOUND, "as where it alone was asked for"
 
 
 def test_a_roll_back_leaves_what_somebody_else_wrote_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +267,9 @@ def test_a_roll_back_leaves_what_somebody_else_wrote_since(tmp_path: Path, monke
         return real(name, limit, **more)
 
     monkeypatch.setattr("kvtools.ctl.plan.change_limit", racing)
-    with pytest.raises(PlanFailed, match="not taken back: a"):
+    with pytest.raises(PlanFailed, match="not taken back: a") as half:
         apply_targets(targets, by="t", root=tmp_path)
+    assert half.value.exit_code == Exit.FAILED
     assert [reading.limit_bytes for reading in pool.list_pools(tmp_path).pools] == [7, 7]
 
 
