@@ -35,6 +35,8 @@ class Subject(ABC):
 
     shared = False
     capped = True
+    scan_resistant = True
+    """Where it is capped: S3FIFO is among its policies."""
     damageable = True
     empty_is_missing = False
     """An empty object cannot be told from none."""
@@ -83,6 +85,7 @@ class Fs(Subject):
     """A directory."""
 
     shared = True
+    scan_resistant = False
 
     def make(self, *, max_bytes: int = 64 << 20, eviction: Eviction | None = None) -> FsAdapter:
         return FsAdapter("fs", self.folder / "root", max_bytes, eviction=eviction)

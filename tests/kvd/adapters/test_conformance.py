@@ -66,6 +66,7 @@ damageable = over(name for name, kind in SUBJECTS.items() if kind.damageable)
 looking = over(name for name, kind in SUBJECTS.items() if kind.damageable and not kind.indexed and name != "disk")
 """Those whose look-ups see the medium; the others know by heart what is there, and a load finds damage."""
 shared = over(name for name, kind in SUBJECTS.items() if kind.shared)
+indexed = over(name for name, kind in SUBJECTS.items() if kind.capped and kind.scan_resistant)
 capped = over(name for name, kind in SUBJECTS.items() if kind.capped)
 
 
@@ -177,6 +178,21 @@ def test_class_and_expiry_are_kept(subject: Subject) -> None:
         assert [(hit.retention, hit.expires_ns) for hit in hits if hit] == [(Retention.SHORT, late), (Retention.LONG, 0)]
         if adapter.capabilities.enumerate:
             assert dict(adapter.enumerate())[ident(1)] == hits[0]
+
+
+@indexed
+def test_a_scan_does_not_drive_out_what_is_read_again_and_again(subject: Subject) -> None:
+    """S3FIFO in an `eviction` object is the arena's policy of that name."""
+    limit = 1 << 20
+    with subject.opened(max_bytes=limit, eviction=Eviction("S3FIFO")) as adapter:
+        for number in range(4):
+            assert put(adapter, number).ok
+        for turn in range(3):
+            assert [get(adapter, number) == body(number) for number in range(4)] == [True] * 4, turn
+            for number in range(100, 300):
+                assert put(adapter, 1000 * turn + number).ok
+                assert adapter.usage().bytes_used <= limit
+        assert adapter.counters.evictions > 100
 
 
 @capped

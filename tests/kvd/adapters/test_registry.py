@@ -10,7 +10,7 @@ import pytest
 from kvd.service.settings import SETTINGS, options_of, read_file
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError
-from kvd.tiers.adapters.kind import EVICTION, Eviction, Kind, gib, number, seconds, size, switch, whole
+from kvd.tiers.adapters.kind import EVICTION, Eviction, Kind, gib, number, read_eviction, seconds, size, switch, whole
 from kvtools.config import resolve
 from kvtools.errors import UsageError
 from tests.kvd.tiers.ram_tier import RamTier
@@ -108,6 +108,19 @@ def test_what_cannot_be_meant_is_named(spec: dict[str, Any], line: str, monkeypa
         registry.build([spec])
     assert caught.value.message.startswith(line)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", [name for name in registry.TYPES if registry.kind(name).capabilities.evict and name != "disk"])
+def test_the_eviction_policies_of_a_type_are_those_of_the_table(name: str, tmp_path: Path) -> None:
+    """The same names as the arena's; what cannot be done without an index is refused, and says what can."""
+    kind = registry.kind(name)
+    for policy in ("LRU", "S3FIFO", "noop"):
+        if policy in kind.policies:
+            assert read_eviction(kind, name, {"eviction_policy": policy}).policy == policy
+        else:
+            with pytest.raises(AdapterConfigError, match=f"{name} keeps no index to do {policy} with") as caught:
+                read_eviction(kind, name, {"eviction_policy": policy})
+            assert caught.value.hint == "one of LRU, noop"
 
 
 def test_a_slip_of_the_pen_gets_the_word_that_was_meant() -> None:

@@ -6,6 +6,8 @@ from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, AdapterFull, Item, Loaded
 from kvd.tiers.adapters.fault_inject import FaultInject
 from kvd.tiers.adapters.mock import MockAdapter
+from kvd.tiers.serde.adapter import SerdeAdapter
+from kvd.tiers.serde.chain import read_chain
 from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
 
@@ -136,6 +138,24 @@ def test_a_bad_inner_object_is_named(inner: object, line: str) -> None:
 
 
 @pytest.mark.real("kvd")
+class Limping(MockAdapter):
+    """Some of its parts do not work, and it says damage itself."""
+
+    says_damage = True
+
+    @property
+    def parts_down(self) -> int:
+        return 1
+
+
+def test_an_adapter_around_another_hides_none_of_its_troubles() -> None:
+    inner = Limping("disk", 1 << 20, float(1 << 30))
+    for outer in (FaultInject("faults", inner), SerdeAdapter(inner, read_chain("serde", {"type": "zstd"}))):
+        assert outer.parts_down == 1
+        assert outer.says_damage
+        assert outer.counters is inner.counters
+
+
 def test_a_daemon_serves_on_over_faulty_tiers() -> None:
     """Errors, losses and damage in one tier, none in the next: every value comes back or is a miss, and none is wrong."""
     first = faulty(error_rate=0.1, loss_rate=0.2, corrupt_rate=0.2, seed=11)

@@ -18,6 +18,7 @@ mooncake      the memory of many hosts as one pool
 mooncake_client  starting its client
 mock          a tier of given speed and reliability, for tests
 fault_inject  another adapter, made to fail
+wrapper       what adapters around another have in common
 envelope      identity, checksum and properties around a value, for stores that know none of them
 objects       what tiers of objects in a bucket have in common
 nixl          how NIXL moves bytes between memory and files

@@ -249,6 +249,8 @@ class Adapter(ABC):
     capabilities = Capabilities()
     says_damage = False
     """It logs damaged values itself, with their places; else whoever asks it logs that there are some."""
+    policies: tuple[str, ...] = ("LRU", "noop")
+    """What an `eviction` object may name, where it can evict."""
     prefetch_max_bytes: int = 256 << 20
     """Bytes that are loaded from it at once, at most."""
 

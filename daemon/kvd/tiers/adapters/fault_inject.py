@@ -18,22 +18,19 @@ from kvd.tiers.adapters.base import (
     AdapterConfigError,
     AdapterError,
     AdapterFull,
-    Counters,
     DirectExtent,
-    Durability,
-    Evicted,
     Hit,
     Item,
     Loaded,
     Reservation,
     Stored,
-    Usage,
     Want,
 )
 from kvd.tiers.adapters.kind import Field, Kind, mapping, number, seconds, whole
+from kvd.tiers.adapters.wrapper import Wrapper
 
 
-class FaultInject(Adapter):
+class FaultInject(Wrapper):
     """`inner` with faults; rates are shares of calls (errors, full, hang) or of loads (loss, damage)."""
 
     type = "fault_inject"
@@ -53,9 +50,7 @@ class FaultInject(Adapter):
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.inner = inner
-        super().__init__(name)
-        self.capabilities = inner.capabilities
+        super().__init__(name, inner)
         self.error_rate, self.full_rate, self.hang_rate = error_rate, full_rate, hang_rate
         self.loss_rate, self.corrupt_rate = loss_rate, corrupt_rate
         self.delay_s, self.hang_s = delay_s, hang_s
@@ -63,18 +58,6 @@ class FaultInject(Adapter):
         self._random = random.Random(seed)  # noqa: S311 - faults must be repeatable
         self._lock = threading.Lock()
         self.injected: dict[str, int] = {}
-
-    @property
-    def counters(self) -> Counters:
-        """The inner adapter's."""
-        return self.inner.counters
-
-    @counters.setter
-    def counters(self, value: Counters) -> None:
-        """The base class sets empty ones; the inner adapter has its own."""
-
-    def listen(self, evicted: Evicted) -> None:
-        self.inner.listen(evicted)
 
     def _hit_by(self, fault: str, rate: float) -> bool:
         if rate <= 0:
@@ -93,15 +76,6 @@ class FaultInject(Adapter):
         if self._hit_by("error", self.error_rate):
             self.counters.io_errors += 1
             raise AdapterError(f"{self.name}: injected error in {call}")
-
-    def attach(self, memory: memoryview) -> None:
-        self.inner.attach(memory)
-
-    def open(self) -> None:
-        self.inner.open()
-
-    def close(self, deadline_s: float = 5.0) -> None:
-        self.inner.close(deadline_s)
 
     def store(self, items: Sequence[Item]) -> list[Stored]:
         self._suffer("store")
@@ -166,12 +140,6 @@ class FaultInject(Adapter):
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self.inner.enumerate()
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def flush(self) -> Durability:
-        return self.inner.flush()
 
     def describe(self) -> dict[str, object]:
         return {"injected": dict(self.injected), "inner": {"type": self.inner.type, **self.inner.describe()}}

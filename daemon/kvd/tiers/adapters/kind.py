@@ -53,6 +53,11 @@ class Eviction:
     watermark: float = 1.0
     ratio: float = 0.0
 
+    @property
+    def scan_resistant(self) -> bool:
+        """Whether what is read once must not drive out what is read often (S3FIFO)."""
+        return self.policy == "S3FIFO"
+
     def excess(self, used: int, coming: int, limit: int) -> int:
         """Bytes to drop before `coming` more are stored; 0 where nothing must go."""
         if self.policy == "noop" or not limit or used + coming <= limit * self.watermark:
@@ -78,6 +83,12 @@ class Kind:
         """What adapters of this type can do."""
         module, _, name = self.adapter.partition(":")
         return Capabilities(**vars(getattr(importlib.import_module(module), name).capabilities))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """What `eviction_policy` may be for adapters of this type, which can evict."""
+        module, _, name = self.adapter.partition(":")
+        return tuple(getattr(importlib.import_module(module), name).policies)
 
     def check_library(self, name: str) -> None:
         """AdapterConfigError, naming what to install, where the library is not there."""
@@ -142,6 +153,11 @@ def read_eviction(kind: Kind, name: str, body: Any) -> Eviction:
     if strange := next((word for word in body if word not in known), None):
         raise AdapterConfigError(f"{where}: unknown field {strange!r}", hint=nearest(strange, known))
     values = read_fields(Kind(f"{kind.type}, eviction", "", "", kind.make, EVICTION), name, body)
+    if values["eviction_policy"] not in kind.policies:
+        raise AdapterConfigError(
+            f"{where}: 'eviction_policy': {kind.type} keeps no index to do {values['eviction_policy']} with",
+            hint=f"one of {', '.join(kind.policies)}",
+        )
     return Eviction(values["eviction_policy"], values["trigger_watermark"], values["eviction_ratio"])
 
 
@@ -264,7 +280,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 EVICTION = (
-    Field("eviction_policy", word("LRU", "noop"), required=True, help="LRU, or noop: what is full refuses"),
+    Field("eviction_policy", word("LRU", "S3FIFO", "noop"), required=True, help="LRU, S3FIFO, or noop: what is full refuses"),
     Field("trigger_watermark", number(0.0, 1.0), 0.8, help="share of max_bytes above which room is made"),
     Field("eviction_ratio", number(0.0, 1.0), 0.2, help="share of the bytes held that is dropped then"),
 )

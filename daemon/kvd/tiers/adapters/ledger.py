@@ -1,5 +1,8 @@
 """What an adapter with an index in memory holds, in the order in which it goes: expired, short, long; least recent first.
 
+With `scan_resistant` the order inside a class is S3-FIFO's (see `kvd.store.s3fifo`, whose shares and ghost these are): what is
+read once passes through the small queue, and what was read again meanwhile goes on to the main one.
+
 Values that a load is reading are pinned: they are neither evicted nor is their place given away before the load ends.
 Not thread-safe: its owner holds a lock.
 """
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 
 from kvd.store.identity import Identity
 from kvd.store.retention import NEVER, Retention, expired
+from kvd.store.s3fifo import MOVE_AT, SMALL_PART, USES_MAX, Ghost
 from kvd.tiers.adapters.base import Hit
 
 
@@ -26,15 +30,36 @@ class Entry:
     """Not held any more."""
     wiped: bool = False
     """Its place may be given away once the last pin is off."""
+    uses: int = 0
+    main: bool = False
+    """In the main queue."""
+
+
+class _Class:
+    """The values of one class, next to go first: `small`, which LRU has alone, and `main`; and the bytes of each."""
+
+    def __init__(self) -> None:
+        self.queues: tuple[OrderedDict[Identity, None], OrderedDict[Identity, None]] = (OrderedDict(), OrderedDict())
+        self.sizes = [0, 0]
+
+    def push(self, identity: Identity, entry: Entry, *, main: bool) -> None:
+        entry.main = main
+        self.queues[main][identity] = None
+        self.sizes[main] += entry.size
+
+    def pull(self, identity: Identity, entry: Entry) -> None:
+        del self.queues[entry.main][identity]
+        self.sizes[entry.main] -= entry.size
 
 
 class Ledger:
     """Entries by identity. `used` is the sum of their sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scan_resistant: bool = False) -> None:
         self.used = 0
         self._rows: dict[Identity, Entry] = {}
-        self._orders: dict[bool, OrderedDict[Identity, None]] = {False: OrderedDict(), True: OrderedDict()}
+        self._classes = (_Class(), _Class())  # short, long
+        self._ghost = Ghost() if scan_resistant else None
         self._mortal: list[tuple[int, Identity]] = []
 
     def __len__(self) -> int:
@@ -49,7 +74,8 @@ class Ledger:
         """Hold this; what was held under the identity before is returned, and gone."""
         before = self.remove(identity)
         self._rows[identity] = entry
-        self._orders[entry.hit.retention >= Retention.LONG][identity] = None
+        known = self._ghost is not None and self._ghost.take(identity, len(self._rows))
+        self._class_of(entry).push(identity, entry, main=known or (before is not None and before.main))
         self.used += entry.size
         if entry.hit.expires_ns != NEVER:
             heapq.heappush(self._mortal, (entry.hit.expires_ns, identity))
@@ -61,14 +87,21 @@ class Ledger:
     def touch(self, identity: Identity) -> None:
         """It was used just now."""
         entry = self._rows.get(identity)
-        if entry is not None:
-            self._orders[entry.hit.retention >= Retention.LONG].move_to_end(identity)
+        if entry is None:
+            return
+        if self._ghost is None:
+            self._class_of(entry).queues[0].move_to_end(identity)
+        else:
+            entry.uses = min(entry.uses + 1, USES_MAX)
+
+    def _class_of(self, entry: Entry) -> _Class:
+        return self._classes[entry.hit.retention >= Retention.LONG]
 
     def remove(self, identity: Identity) -> Entry | None:
         """Hold it no more."""
         entry = self._rows.pop(identity, None)
         if entry is not None:
-            del self._orders[entry.hit.retention >= Retention.LONG][identity]
+            self._class_of(entry).pull(identity, entry)
             self.used -= entry.size
             entry.gone = True
         return entry
@@ -80,10 +113,37 @@ class Ledger:
             entry = self._rows.get(identity)
             if entry is not None and expired(entry.hit.expires_ns, now_ns) and not entry.pins:
                 return identity
-        for order in self._orders.values():
-            for identity in order:
-                if not self._rows[identity].pins:
-                    return identity
+        for held in self._classes:
+            found = self._oldest(held) if self._ghost is None else self._unused(held, self._ghost)
+            if found is not None:
+                return found
+        return None
+
+    def _oldest(self, held: _Class) -> Identity | None:
+        return next((identity for identity in held.queues[0] if not self._rows[identity].pins), None)
+
+    def _unused(self, held: _Class, ghost: Ghost) -> Identity | None:
+        """S3-FIFO's choice; what is pinned is put to the other end of its queue, at most once a value."""
+        small, main = held.queues
+        skipped = 0
+        while (small or main) and skipped <= len(small) + len(main):
+            is_main = not small or (bool(main) and held.sizes[0] * SMALL_PART < held.sizes[0] + held.sizes[1])
+            identity = next(iter(held.queues[is_main]))
+            entry = self._rows[identity]
+            if entry.pins:
+                skipped += 1
+                held.queues[is_main].move_to_end(identity)
+            elif not is_main and entry.uses >= MOVE_AT:
+                held.pull(identity, entry)
+                entry.uses = 0
+                held.push(identity, entry, main=True)
+            elif is_main and entry.uses:
+                entry.uses -= 1
+                main.move_to_end(identity)
+            else:
+                if not is_main:
+                    ghost.add(identity, len(self._rows))
+                return identity
         return None
 
     def items(self, now_ns: int) -> Iterator[tuple[Identity, Hit]]:

@@ -24,6 +24,7 @@ class MockAdapter(Adapter):
     """Copies of values, checksummed; see the module."""
 
     type = "mock"
+    policies = ("LRU", "S3FIFO", "noop")
     capabilities = Capabilities(evict=True, enumerate=True, exact_usage=True, local_index=True)
 
     def __init__(
@@ -49,7 +50,7 @@ class MockAdapter(Adapter):
         self._clock_ns, self._sleep, self._monotonic = clock_ns, sleep, monotonic
         self._random = random.Random(seed)  # noqa: S311 - trials must be repeatable
         self._lock = threading.Lock()
-        self._ledger = Ledger()
+        self._ledger = Ledger(scan_resistant=self.eviction.scan_resistant)
         self._values: dict[Identity, tuple[bytes, int]] = {}
         self._free_at = 0.0  # when the device has done what it was given so far
 
@@ -59,7 +60,7 @@ class MockAdapter(Adapter):
     def close(self, deadline_s: float = 5.0) -> None:
         with self._lock:
             self._values.clear()
-            self._ledger = Ledger()
+            self._ledger = Ledger(scan_resistant=self.eviction.scan_resistant)
 
     def _take(self, size: int) -> None:
         """The time that so many bytes need, behind what others have under way."""

@@ -177,8 +177,8 @@ def _laid_out(offset: int, buffers: Sequence[memoryview]) -> list[tuple[int, mem
 class Files(Ledger):
     """Counts the bytes of files too: `used` counts files, for eviction goes by those."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, scan_resistant: bool = False) -> None:
+        super().__init__(scan_resistant=scan_resistant)
         self.file_bytes = 0
         self.largest = BLOCK
 

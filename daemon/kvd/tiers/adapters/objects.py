@@ -38,6 +38,7 @@ class ObjectAdapter(Adapter):
     """Objects in a bucket; see the module. Hooks answer one result a question; an exception as a result is that question's."""
 
     capabilities = Capabilities(evict=True, enumerate=True, durable=True)
+    policies = ("LRU", "S3FIFO", "noop")
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ObjectAdapter(Adapter):
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"kvd-{name}")
         self._lock = threading.Lock()
         self._room = threading.Lock()  # one thread lists or makes room
-        self._ledger = Ledger()
+        self._ledger = Ledger(scan_resistant=self.eviction.scan_resistant)
         self._usage = Usage(0, max_bytes, 0)
         self._listed = False
         self._closing = False

@@ -292,6 +292,8 @@ def capability_table() -> str:
         one = kind(name)
         needs = f"`kvtools[{one.extra}]`" if one.extra else "-"
         marks = ["its own" if name in ("plugin", "fault_inject") else _mark(one.capabilities, word) for word in CAN]
+        if marks[0] == "yes" and name != "disk":  # which goes by regions, and takes no eviction object
+            marks[0] = ", ".join(policy for policy in one.policies if policy != "noop")
         rows.append(f"| `{name}` | {one.about} | {needs} | " + " | ".join(marks) + " |")
     return "\n".join(rows)
 

@@ -100,6 +100,7 @@ class SlotAdapter(Adapter):
     """Values in slots of `slot_bytes`, header included; see the module."""
 
     capabilities = Capabilities(evict=True, enumerate=True, durable=True, exact_usage=True, local_index=True)
+    policies = ("LRU", "S3FIFO", "noop")
     ledger: type[Ledger] = Ledger
 
     def __init__(
@@ -124,7 +125,7 @@ class SlotAdapter(Adapter):
         self._medium = medium
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._ledger = self.ledger()
+        self._ledger = self.ledger(scan_resistant=self.eviction.scan_resistant)
         self._free: list[int] = []
         self._slots = 0
         self._sequence = 0
@@ -191,7 +192,7 @@ class SlotAdapter(Adapter):
 
     def _recover(self) -> None:
         """Read all headers; the higher sequence number wins, and the loser is wiped."""
-        self._ledger, self._free, self._sequence = self.ledger(), [], 0
+        self._ledger, self._free, self._sequence = self.ledger(scan_resistant=self.eviction.scan_resistant), [], 0
         rows: list[tuple[int, int, envelope.Head]] = []
         share = -(-self._slots // RECOVERY_THREADS)
         with ThreadPoolExecutor(RECOVERY_THREADS) as threads:

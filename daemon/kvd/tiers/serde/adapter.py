@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
-from kvd.tiers.adapters.base import Adapter, AdapterError, Counters, Durability, Evicted, Hit, Item, Loaded, Stored, Usage, Want
+from kvd.tiers.adapters.base import Adapter, AdapterError, Evicted, Hit, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.wrapper import Wrapper
 from kvd.tiers.serde import frame
 from kvd.tiers.serde.buffers import PAGE, Buffers
 from kvd.tiers.serde.chain import Chain
@@ -31,12 +32,11 @@ GROUP_BYTES = 8 << 20
 GROUP_ITEMS = 64
 
 
-class SerdeAdapter(Adapter):
-    """`inner` behind a chain."""
+class SerdeAdapter(Wrapper):
+    """`inner` behind a chain. What is counted in bytes is encoded ones."""
 
     def __init__(self, inner: Adapter, chain: Chain, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.inner = inner
-        super().__init__(inner.name)
+        super().__init__(inner.name, inner)
         self.type = inner.type
         self.capabilities = replace(inner.capabilities, direct_extents=False)
         self.chain = chain
@@ -50,23 +50,11 @@ class SerdeAdapter(Adapter):
         self._said_unknown = False
         self._notes_checked = False
 
-    @property
-    def counters(self) -> Counters:
-        """The inner adapter's: bytes are encoded ones."""
-        return self.inner.counters
-
-    @counters.setter
-    def counters(self, value: Counters) -> None:
-        """The base class sets empty ones; the inner adapter has its own."""
-
     def listen(self, evicted: Evicted) -> None:
         self.inner.listen(lambda identities: evicted([self._there(identity) for identity in identities]))
 
-    def open(self) -> None:
-        self.inner.open()
-
-    def close(self, deadline_s: float = 5.0) -> None:
-        self.inner.close(deadline_s)
+    def attach(self, memory: memoryview) -> None:
+        """The inner adapter never sees the arena: what it is given lies in buffers of ours."""
 
     # ---- identities --------------------------------------------------------------------------------------------------
 
@@ -220,12 +208,6 @@ class SerdeAdapter(Adapter):
             outer = _outer(hit)
             if outer is not None:
                 yield self._there(identity), outer
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def flush(self) -> Durability:
-        return self.inner.flush()
 
     def describe(self) -> dict[str, object]:
         return {
