@@ -27,8 +27,9 @@ def namespace_of(name: str | bytes) -> bytes:
 
 def check_key(key: bytes) -> bytes:
     """`key` itself. Raises ValueError unless it is exactly 32 bytes."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key is exactly {KEY_BYTES} bytes, not {len(key)}")
+    given: object = key
+    if len(key) != KEY_BYTES or isinstance(given, str):
+        raise ValueError(f"a key is exactly {KEY_BYTES} bytes, not {'a str' if isinstance(given, str) else len(key)}")
     return key
 
 
@@ -37,7 +38,11 @@ def check_keys(keys: Sequence[bytes]) -> list[bytes]:
 
     One join is the quickest look at all lengths. Lengths that cancel out (31 and 33) pass: such keys are just not there.
     """
-    if len(b"".join(keys)) != KEY_BYTES * len(keys):
+    try:
+        fits = len(b"".join(keys)) == KEY_BYTES * len(keys)
+    except TypeError:  # one of them is no bytes at all
+        fits = False
+    if not fits:
         for key in keys:
             check_key(key)
     return list(keys)

@@ -5,7 +5,9 @@ disk until the device vanishes at a random operation. Then the next start must f
 it may be in, whatever writers that outlived the daemon still do to the extents they had been lent.
 """
 
+import errno
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -227,6 +229,35 @@ def test_crash_at_any_operation(durability, power, small):
 @pytest.mark.parametrize(("durability", "power", "small"), CASES)
 def test_crash_at_any_operation_thousands_of_seeds(durability, power, small):
     for seed in range(1000, 4000):
+        try:
+            run_seed(seed, durability, power=power, small=small)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+class Full(History):
+    """The same on a file system without room for the deletes log, now and then: whole regions go then."""
+
+    def start(self) -> DiskAdapter:
+        self.io.fault = None
+        adapter = super().start()
+        self.io.fault = self._no_room
+        return adapter
+
+    def _no_room(self, call: str, path: Path, _size: int) -> OSError | None:
+        if call in ("pwritev", "fallocate") and path.name.startswith("deletes") and self.rng.random() < 0.4:
+            return OSError(errno.ENOSPC, "no room", str(path))
+        return None
+
+    def _evicted(self) -> set[bytes | None]:
+        return {MISS}
+
+
+@pytest.mark.parametrize(("durability", "power", "small"), CASES)
+def test_a_crash_where_deletes_found_no_room(durability, power, small, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "History", Full)
+    for seed in range(8):
         try:
             run_seed(seed, durability, power=power, small=small)
         except BaseException as error:
