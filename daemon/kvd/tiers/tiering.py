@@ -579,7 +579,7 @@ class Tiering:
 
 
 def _held(adapter: Adapter, namespace: bytes | None) -> list[Identity]:
-    return [i for i, _ in adapter.enumerate() if namespace is None or i[:NAMESPACE_BYTES] == namespace]
+    return list(adapter.identities(namespace))
 
 
 def _log_failure(task: "asyncio.Task[None]") -> None:

@@ -12,12 +12,13 @@ from kvd.store.identity import namespace_of
 from kvd.store.retention import Retention
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Item, Loaded, Want
+from kvd.tiers.adapters.mock import MockAdapter
 from kvd.tiers.serde.adapter import SerdeAdapter
 from kvd.tiers.serde.buffers import Buffers, rounded
 from kvd.tiers.serde.chain import Chain
-from kvd.tiers.serde.compression import Zstd
+from kvd.tiers.serde.compression import Lz4, Zstd
 from tests.kvd.serde.test_stages import KEY, OTHER, sample
-from tests.kvd.tiers.ram_tier import RamTier
+from tests.kvd.tiers.ram_tier import RamTier, running
 
 SPACE = namespace_of("model a")
 CHAIN = [{"type": "zstd", "shuffle": 2}, {"type": "aesgcm", "key": KEY.hex()}]
@@ -155,6 +156,26 @@ def test_a_changed_file_is_a_counted_miss_that_can_be_stored_again(tmp_path: Pat
     assert put(adapter, 1, sample(5000))
     assert get(adapter, 1, 5000) == sample(5000)
     adapter.close(1.0)
+
+
+def test_a_clear_leaves_nothing_that_was_stored_before_the_chain_or_with_another() -> None:
+    """Nobody finds those any more, but they are somebody's prompts all the same."""
+    tier, other = MockAdapter("mock", 1 << 20, float(1 << 30)), namespace_of("model b")
+
+    def spaces() -> list[bytes]:
+        return sorted(identity[:32] for identity, _ in tier.enumerate())
+
+    lz4 = SerdeAdapter(tier, Chain([Lz4()]))
+    for space in (SPACE, other):
+        tier.store([Item(ident(1, space), memoryview(b"p" * 4000))])
+    lz4.store([Item(ident(2), memoryview(b"l" * 4000))])
+    with running(SerdeAdapter(tier, Chain([Zstd()]))) as daemon, daemon.client(namespace=SPACE) as client:
+        assert client.put(bytes(32), b"z" * 4000, wait="tier")
+        assert len(spaces()) == 4
+        client.clear()
+        assert spaces() == sorted([other, lz4._space(SPACE)]), "whose those of another chain are, it cannot know"
+        client.clear(all_namespaces=True)
+        assert not spaces()
 
 
 def test_a_bad_chain_ends_the_start(tmp_path: Path) -> None:

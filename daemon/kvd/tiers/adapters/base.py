@@ -331,6 +331,10 @@ class Adapter(ABC):
         """Everything held. Raises AdapterError where `capabilities.enumerate` is False."""
         raise AdapterError(f"{self.type} cannot list what it holds")
 
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """What must be deleted for nothing (of one namespace) to be left. Raises AdapterError as `enumerate` does."""
+        return (identity for identity, _ in self.enumerate() if namespace is None or identity[:32] == namespace)
+
     def _held(self, identities: Iterable[Identity]) -> Iterator[tuple[Identity, Hit]]:
         """Those of `identities` that a look-up finds, LISTED at a time: for stores that list names and nothing else."""
         rest = iter(identities)

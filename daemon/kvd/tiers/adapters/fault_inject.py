@@ -138,6 +138,9 @@ class FaultInject(Wrapper):
         self._suffer("clear")
         return self.inner.clear(namespace)
 
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        return self.inner.identities(namespace)
+
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self.inner.enumerate()
 

@@ -203,6 +203,11 @@ class SerdeAdapter(Wrapper):
     def clear(self, namespace: bytes | None) -> int:
         return self.inner.clear(None if namespace is None else self._space(namespace))
 
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """Also what lies there from before: plain values, and, where all must go, those of other chains."""
+        spaces = None if namespace is None else {namespace, self._space(namespace)}
+        return (self._there(identity) for identity in self.inner.identities(None) if not spaces or identity[:32] in spaces)
+
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         for identity, hit in self.inner.enumerate():
             outer = _outer(hit)
