@@ -19,6 +19,7 @@ KvError
       +-- UpstreamBroken    502  the engine broke the connection before its answer began, or did not sleep or wake
       +-- Unavailable       503  + Retry-After: asleep, starting or failed, and the queue's deadline passed
       |    +-- Crowded           the gate has as many connections as it may
+      |    +-- NoConnection      nothing was sent
       +-- UpstreamSilent    504  the engine sent nothing for longer than its phase allows
 
 A RequestError knows its own wording and status; front.py turns it into bytes, and nothing else does.
@@ -151,6 +152,10 @@ class Crowded(Unavailable):
 
     code, kind = "too_many_connections", "rate_limit_error"
     closes = True  # or it would go on taking a place
+
+
+class NoConnection(Unavailable):
+    """The engine takes no connection, so not one byte of the request was sent."""
 
 
 class UpstreamSilent(RequestError):

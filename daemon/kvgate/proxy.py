@@ -8,7 +8,8 @@ as they arrive. Flow control is end to end: a client that reads slowly stops the
 the client's socket and the engine's socket is read no further than 128 KiB ahead.
 
 Failures:
-- No connection: tried again, since nothing was sent; then 503. Once a byte of the request may have left, never again.
+- No connection: tried again, since nothing was sent; then 503, or the queue again where the engine is being started. Once a byte
+  of the request may have left, never again.
 - The engine is silent: 504 before the status line, a broken answer after it.
 - The engine breaks off before its status line: 502. Inside an event stream the client gets an `error` event, which OpenAI
   clients raise; then, as for every broken body, the connection is closed without its proper end, so that half an
@@ -32,8 +33,18 @@ import msgspec
 from yarl import URL
 
 from kvgate.control import describe
-from kvgate.errors import BadRequest, BodyTooLarge, BodyTooSlow, RequestError, Unavailable, UpstreamBroken, UpstreamSilent
+from kvgate.errors import (
+    BadRequest,
+    BodyTooLarge,
+    BodyTooSlow,
+    NoConnection,
+    RequestError,
+    Unavailable,
+    UpstreamBroken,
+    UpstreamSilent,
+)
 from kvgate.router import Backend, Router
+from kvgate.sleep import State
 from kvgate.traffic import Ticket
 
 log = logging.getLogger("kvgate.proxy")
@@ -147,16 +158,21 @@ class Proxy:
     async def _pass_on(self, backend: Backend, scope: Scope, body: bytes, answer: "Answer") -> None:
         limits = backend.config.limits
         deadline = time.monotonic() + limits.queue_timeout_s
-        await backend.lane.enter(limits.queue_timeout_s)
-        try:
-            upstream = await self._ask(backend, scope, body, deadline)
+        while not answer.started:
+            await backend.lane.enter(max(0.0, deadline - time.monotonic()))
             try:
-                await answer.relay(upstream, backend)
+                upstream = await self._ask(backend, scope, body, deadline)
+                try:
+                    await answer.relay(upstream, backend)
+                finally:
+                    # Closing what was read to its end gives the connection back; anything else drops it.
+                    upstream.release() if upstream.content.at_eof() else upstream.close()
+            except NoConnection:
+                # Its engine died a moment ago and is started again: wait for it, as those who come now do.
+                if backend.machine.state is not State.STARTING:
+                    raise
             finally:
-                # Closing what was read to its end gives the connection back; anything else drops it.
-                upstream.release() if upstream.content.at_eof() else upstream.close()
-        finally:
-            backend.lane.leave()
+                backend.lane.leave()
 
     async def _ask(self, backend: Backend, scope: Scope, body: bytes, deadline: float) -> aiohttp.ClientResponse:
         """Send the request and wait for the status line."""
@@ -179,7 +195,7 @@ class Proxy:
                 # No connection, so not one byte was sent: the only failure after which asking again is safe.
                 backend.poke()
                 if number == limits.connect_tries or time.monotonic() >= deadline:
-                    raise Unavailable(f"{backend.name}: {describe(error)}", retry_after_s=backend.machine.retry_after_s) from None
+                    raise NoConnection(f"{backend.name}: {describe(error)}", retry_after_s=backend.machine.retry_after_s) from None
                 await asyncio.sleep(0.05 * 2**number)
             except TimeoutError:
                 backend.poke()

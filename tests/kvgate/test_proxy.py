@@ -233,6 +233,22 @@ async def test_connection_refused_for_a_moment_is_bridged(tmp_path: Path) -> Non
 NO_MODEL = (b"", b"{", b"[1]", b'{"model": 5}', b'{"prompt": "x"}', b"[" * 100_000, b'\xff{"model": "tiny"}', b'{"model": null}')
 
 
+async def test_an_engine_that_died_a_moment_ago_is_waited_for(tmp_path: Path) -> None:
+    """Nothing was sent: who met the dead engine waits for the next one, as do those who come after."""
+    async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
+        await engine.stop()
+        asking = asyncio.create_task(client.complete())
+        await eventually(lambda: client.gate.router.backends["tiny"].lane.running == 1)
+        machine = client.machine()
+        machine.patient = True  # as who starts engines says it
+        machine.lost("the engine was ended by signal 9", hopeless=False)
+        await eventually(lambda: client.gate.router.backends["tiny"].lane.waiting == 1)
+        await engine.start()
+        assert (await asking)[0] == 200
+        record = client.gate.traffic.models["tiny"]
+        assert (record.requests_total, record.succeeded_total) == (1, 1)
+
+
 async def test_what_names_no_model_is_400(tmp_path: Path) -> None:
     async with FakeEngine() as engine, running_gate(one(tmp_path, engine)) as client:
         for raw in NO_MODEL:
