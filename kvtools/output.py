@@ -76,6 +76,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterab
     return out
 
 
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None where it is none, or does not say."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
 def visible_width(text: str) -> int:
     """Columns that `text` takes on a terminal, colour sequences not counted and wide characters counted as two."""
     if text.isascii() and "\033" not in text:

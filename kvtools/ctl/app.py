@@ -15,7 +15,7 @@ from kvtools.cli import DebugOption, JsonOption, VersionOption, new_app, usage
 from kvtools.ctl import tables
 from kvtools.ctl.naming import find, names_starting
 from kvtools.errors import KvError, UsageError
-from kvtools.output import emit, emit_json, note, printable
+from kvtools.output import emit, emit_json, note, printable, terminal_width
 from kvtools.segments import pool
 from kvtools.segments.files import SHM
 from kvtools.segments.owner import PoolState, judge
@@ -87,7 +87,7 @@ def list_(ctx: typer.Context, names: NamesArgument = None, as_json: JsonOption =
         }
         emit_json("kvctl.list/1", body)
     elif states:
-        for line in tables.render(states):
+        for line in tables.render(states, width=terminal_width()):
             emit(line)
     elif not problems:
         note(f"no segments in {root}")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtools.output import paint, printable, table
+from kvtools.output import paint, printable, table, visible_width
 from kvtools.segments.owner import LimitEntry, PoolState
 from kvtools.segments.pool import PoolReading
 from kvtools.units import format_size
@@ -110,10 +110,26 @@ def owned_by(state: PoolState) -> str:
     return printable(f"{state.owner.info.engine or 'pid'} {state.owner.pid}")
 
 
-def render(states: Sequence[PoolState], extra: Mapping[str, Sequence[str]] | None = None) -> list[str]:
-    """The table of `kvctl list`: a column of owners where any is known, then those of `extra` (heading to cells)."""
+LONG_NAME = 32
+"""A name up to here keeps its line: kvcached's own defaults are shorter."""
+
+
+def render(states: Sequence[PoolState], extra: Mapping[str, Sequence[str]] | None = None, *, width: int | None = None) -> list[str]:
+    """The table of `kvctl list`: a column of owners where any is known, then those of `extra` (heading to cells).
+
+    Where it is wider than `width` columns (of a terminal; None elsewhere), long names get lines of their own above their
+    numbers: one of 255 characters would push everybody's numbers off the screen.
+    """
     columns = dict(extra or {})
     if any(state.owner is not None and state.owner.pid for state in states):
         columns = {"Owner": [owned_by(state) for state in states], **columns}
     lines = [(*row(state), *(cells[i] for cells in columns.values())) for i, state in enumerate(states)]
-    return table((*HEADER, *columns), lines, right=RIGHT)
+    whole = table((*HEADER, *columns), lines, right=RIGHT)
+    if width is None or all(visible_width(line) <= width for line in whole):
+        return whole
+    others = max(map(visible_width, table((*HEADER[1:], *columns), [line[1:] for line in lines])))
+    room = max(width - others - 2, LONG_NAME)
+    alone = [line[0] if visible_width(line[0]) > room else "" for line in lines]
+    kept = [("", *line[1:]) if name else line for name, line in zip(alone, lines, strict=True)]
+    heading, *rest = table((*HEADER, *columns), kept, right=RIGHT)
+    return [heading, *(text for name, line in zip(alone, rest, strict=True) for text in (name, line) if text)]

@@ -14,7 +14,7 @@ from typing import Self
 
 from kvtools.ctl import tables
 from kvtools.errors import KvError, UsageError
-from kvtools.output import emit, emit_json, paint, printable
+from kvtools.output import emit, emit_json, paint, printable, terminal_width
 from kvtools.segments import pool
 from kvtools.segments.owner import PoolState, judge
 from kvtools.units import format_size
@@ -92,8 +92,12 @@ class Watch:
 
     def _lines(self, states: list[PoolState], problems: list[dict[str, str]]) -> list[str]:
         lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {len(states)} segment{'s' * (len(states) != 1)} in {self._root}"]
-        lines += tables.render(states, {"Change": [self._change(state) for state in states]}) if states else ["none"]
+        lines += self._table(states) if states else ["none"]
         return lines + [paint(printable(f"{p['ipc']}: {p['error']}"), "bad") for p in problems]
+
+    def _table(self, states: list[PoolState]) -> list[str]:
+        width = terminal_width() if self._in_place else None
+        return tables.render(states, {"Change": [self._change(state) for state in states]}, width=width)
 
     def _change(self, state: PoolState) -> str:
         before = self._used.get(state.name)

@@ -111,6 +111,22 @@ def test_in_place_on_a_terminal_of_any_size(shm: Path, rows: int, columns: int) 
         assert "engine-29" in frame
 
 
+def test_a_long_name_pushes_nobodys_numbers_off_a_terminal(shm: Path) -> None:
+    long = "model-" + "x" * 58  # as long as kvcached lets one be
+    pool.create_pool(long, 8 * GiB, used_bytes=3 * GiB, root=shm)
+    pool.create_pool("short", 8 * GiB, used_bytes=5 * GiB, root=shm)
+    _, shown = watch_at_terminal(shm, 24, 80)
+    frame = shown.split("\033[H")[1].split("\033[J")[0].replace("\033[K", "")
+    lines = [re.sub(r"\033\[[0-9;]*m", "", line) for line in frame.splitlines()]
+    assert max(map(len, lines[1:])) <= 80, "the first line has the path of a scratch folder"
+    assert long in lines, "complete, above its numbers"
+    assert "3 GiB" in lines[lines.index(long) + 1]
+    (short,) = [line for line in lines if line.startswith("short ")]
+    assert "5 GiB" in short
+    _, shown = watch_at_terminal(shm, 24, 200)
+    assert re.search(rf"{long} .*3 GiB", shown), "one line each where there is room"
+
+
 def test_a_reader_that_goes_away_ends_it(shm: Path) -> None:
     pool.create_pool("x", 8 * GiB, root=shm)
     words = [SCRIPTS / "kvctl", "--shm", shm, "watch", "-i", "50ms"]
