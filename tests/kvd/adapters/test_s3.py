@@ -9,6 +9,7 @@ import pytest
 
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.objects import one_line
 from kvd.tiers.adapters.s3 import S3Adapter
 from tests.kvd.adapters.subjects import S3
 from tests.kvd.adapters.test_conformance import body, get, ident, put
@@ -194,3 +195,18 @@ def test_a_daemon_over_no_server_serves(servers: dict[str, Server]) -> None:
         assert client.get(b"k" * 32) == b"value" * 1000
         assert client.get(b"x" * 32) is None
         assert daemon.tier().name == "s3"
+
+
+def test_what_the_server_says_comes_first(moto: MotoServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Its XML begins behind two hundred characters of the client's own, and a line ends somewhere."""
+    adapter = adapter_at(moto.port, "no-such-bucket")
+    adapter.open()
+    where = f"http://127.0.0.1:{moto.port}/no-such-bucket"
+    assert f"cannot list at {where}: NoSuchBucket: The specified bucket does not exist (" in caplog.text
+    with pytest.raises(AdapterError) as caught:
+        put(adapter, 1)
+    assert f"cannot store at {where}: NoSuchBucket: The specified bucket" in caught.value.message
+    assert "<" not in caught.value.message
+    adapter.close()
+    assert one_line(OSError("refused")) == "refused"
+    assert one_line(OSError("403: <Error><Code>AccessDenied</Code></Error>")) == "AccessDenied (403)"

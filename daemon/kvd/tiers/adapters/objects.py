@@ -12,6 +12,7 @@ A service that is away, at start too, is an adapter that fails: its breaker open
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from abc import abstractmethod
@@ -30,6 +31,8 @@ log = logging.getLogger("kvd.tiers")
 FOLDER = "v1/"
 """The format's version is part of every name: another version's objects are not even seen."""
 OPEN_S = 2.0
+ANSWER = re.compile(r"^(.*?):? *(?:<\?xml.*?)?<Error>.*?<Code>([^<]+)</Code>(?: *<Message>([^<]+)</Message>)?")
+"""An S3 server's error in XML, behind what the client says of it."""
 BLOCK = 1000
 """Objects that one request may name."""
 
@@ -295,6 +298,8 @@ class ObjectAdapter(Adapter):
 
 
 def one_line(error: Exception) -> str:
-    """Errors of these libraries go on for a page; the first line says it."""
+    """Errors of these libraries go on for a page; the first line says it, and before all what the server said, where it did."""
     line = " ".join(str(error).split("\n\n", maxsplit=1)[0].split()) or type(error).__name__
+    if said := ANSWER.search(line):
+        line = f"{said[2]}: {said[3]} ({said[1]})" if said[3] else f"{said[2]} ({said[1]})"
     return line if len(line) <= 300 else line[:297] + "..."
