@@ -276,8 +276,8 @@ class KvdEndpoint:
 
 
 def _no_daemon(view: View, link: Link) -> Refusal:
-    why = f": {_told(link.problem)}" if link.problem is not None else ""
-    return Refusal(503, f"no kvd daemon answers at {view.more.get('socket')}{why}")
+    why = f": {_told(link.problem)}" if link.problem is not None else f" at {view.more.get('socket')}"
+    return Refusal(503, f"no kvd daemon answers{why}")
 
 
 def _told(error: KvdError) -> str:

@@ -180,7 +180,9 @@ def _remarks(view: View, tokens: int, retention: str, missing: bool) -> list[str
     if tokens < view.unit:
         remarks.append(f"the prompt is shorter than one block ({view.unit} tokens): there is nothing to store")
     elif tokens % view.unit:
-        remarks.append(f"the last {tokens % view.unit} tokens fill no block ({view.unit} tokens): they are always computed")
+        rest = tokens % view.unit
+        last, verb, they = ("token", "fills", "it is") if rest == 1 else (f"{rest} tokens", "fill", "they are")
+        remarks.append(f"the last {last} {verb} no block ({view.unit} tokens): {they} always computed")
     if retention == "none":
         remarks.append("this request asks for kvd_retention none: what it computes is not stored")
     if not view.more.get("saves", True):

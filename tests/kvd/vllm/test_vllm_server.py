@@ -339,7 +339,7 @@ def test_a_daemon_that_hangs_or_is_gone_is_named_and_not_the_engine(pair: Pair) 
     try:
         assert daemon() == (1, f"no daemon answers the engine at {pair.daemon.socket}")
         ran = pair.kvd("why", "--engine", pair.server.url, "-", stdin="a prompt of some words, and more than one block of it " * 20)
-        assert (ran.rc, "no kvd daemon answers at" in ran.stderr) == (4, True), ran.stderr
+        assert (ran.rc, "no kvd daemon answers: the daemon at" in ran.stderr) == (4, True), ran.stderr
     finally:
         pair.daemon.signal(signal.SIGCONT)
     assert daemon()[0] == 0
