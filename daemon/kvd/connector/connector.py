@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import vllm
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -251,7 +251,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self._results.received |= {load.request_id for load in plan.loads}
             self._results.failed |= {load.request_id for load in plan.loads}
             return
-        self._worker.start(plan.loads)
+        self._worker.start(plan.loads, fenced=not _frees_late())
 
     @guarded(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -460,6 +460,17 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
         self._links.close()
+
+
+def _frees_late() -> bool:
+    """Whether the engine frees a request's blocks only when no step under way writes into them any more.
+
+    It does so for consumers. The role that counts is the outermost connector's: under a MultiConnector that is a producer, as in
+    front of a transport, blocks come to our loads while a step may still write the token that nobody wants.
+    """
+    outermost = get_kv_transfer_group() if has_kv_transfer_group() else None
+    config = getattr(outermost, "_kv_transfer_config", None)
+    return bool(getattr(config, "is_kv_consumer", False))
 
 
 def _meant(extra: dict[str, Any] | None) -> Settings:

@@ -3,7 +3,8 @@
 Saves are cut in two. In the step, on the stream that computed the blocks, they are gathered into a staging buffer: so it sees
 what was computed, and the engine may use the blocks again, since what it does next comes later on that stream. An event marks
 its end. On a thread, on a stream of its own that waits for the event, the buffer goes to the host: no step waits for a bus.
-Loads run on streams of their own, on the loading threads, and end before the request is reported.
+Loads run on streams of their own, on the loading threads, and end before the request is reported. Nothing orders them after
+what the device still does for a request that had these blocks before: see `fence`. No call of a step waits for the device.
 
 Device-neutral torch: CUDA, ROCm and XPU alike; without an accelerator (as in tests) everything is simply in order. Staging of
 saves is bounded; what would be above it is transferred within the step.
@@ -11,7 +12,7 @@ saves is bounded; what would be above it is transferred within the step.
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +61,7 @@ class DeviceMover:
         try:
             value = self.empty(size)
             self._index(group, ids, value)
-            ready = None
-            if self._device.type != "cpu":
-                ready = self._torch.Event(device=self._device)
-                ready.record(self._torch.accelerator.current_stream(self._device))
+            ready = self.mark()
         except BaseException:
             self._release(size)
             raise
@@ -103,22 +101,49 @@ class DeviceMover:
         self._index(group, ids, staging)
         self.to_host(staging, into)
 
-    def collect(self, group: int, ids: Sequence[int], staging: Any) -> None:
-        """Copy these blocks to `staging`, a tensor on the device of exactly their bytes; done when this returns."""
+    def collect(self, group: int, ids: Sequence[int], staging: Any) -> Any:
+        """Copy these blocks to `staging`, a tensor on the device of exactly their bytes, in the order of this thread's stream.
+
+        Returns the event of its end; None on a CPU, where it is done.
+        """
         self._index(group, ids, staging)
-        self._settle()
+        return self.mark()
+
+    def fence(self) -> Callable[[], None] | None:
+        """What waits, on any thread, until the device has done all that this thread's stream was given so far; None on a CPU."""
+        mark = self.mark()
+        return mark.synchronize if mark is not None else None
+
+    def mark(self) -> Any:
+        """An event at the end of this thread's stream; None on a CPU, where everything is simply in order."""
+        if self._device.type == "cpu":
+            return None
+        event = self._torch.Event(device=self._device)
+        event.record(self._torch.accelerator.current_stream(self._device))
+        return event
 
     def to_host(self, staging: Any, into: Any) -> None:
         """Copy bytes of the device to host memory. That is not pinned: torch waits for the transfer."""
         self._torch.frombuffer(into, dtype=self._torch.uint8).copy_(staging)
 
     def _index(self, group: int, ids: Sequence[int], staging: Any) -> None:
-        index = self._torch.tensor(ids, dtype=self._torch.int64, device=self._device)
+        index = self._numbers(ids)
         at = 0
         for lane in self._lanes[group]:
             part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
             self._torch.index_select(lane, 0, index, out=part)
             at += part.numel()
+
+    def _numbers(self, ids: Sequence[int]) -> Any:
+        """Block ids on the device. From pinned memory: a copy from any other waits for all that the stream still has to do."""
+        torch = self._torch
+        if self._device.type == "cpu":
+            return torch.tensor(ids, dtype=torch.int64)
+        try:
+            pinned = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
+        except RuntimeError:  # a host that pins nothing
+            return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return pinned.to(self._device, non_blocking=True)
 
     def scatter(self, group: int, ids: Sequence[int], source: Any) -> None:
         if not any(ids):
@@ -147,11 +172,6 @@ class DeviceMover:
             part = staging[at : at + len(ids) * lane.shape[1]].view(len(ids), lane.shape[1])
             lane.index_copy_(0, index, part.index_select(0, places))
             at += part.numel()
-
-    def _settle(self) -> None:
-        """Wait for what this thread's stream has been given."""
-        if self._device.type != "cpu":
-            self._torch.accelerator.current_stream(self._device).synchronize()
 
     @contextlib.contextmanager
     def _own_stream(self) -> Any:

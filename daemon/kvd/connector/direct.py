@@ -1,6 +1,6 @@
 """GPU-direct in a worker: chunks move between the engine's KV memory and the disk tier's files, past the daemon's arena.
 
-    save   in the step: blocks -> staging buffer            on a thread: buffer -> lent extent, sync, commit
+    save   in the step: blocks -> staging buffer            on a thread, once that is done: buffer -> lent extent, sync, commit
     load   on threads, a chunk each: held extent -> staging buffer -> blocks; the lease is checked when all are there
 
 The daemon still owns the extents (DESIGN 5.6). Staging buffers are a fixed number, each as long as the longest chunk: they make
@@ -44,6 +44,8 @@ class StagingMover(Protocol):
     def staging(self, size: int) -> Buffer: ...
 
     def collect(self, group: int, ids: Sequence[int], into: Buffer) -> None: ...
+
+    def settle(self, buffer: Buffer) -> None: ...
 
     def spread(self, group: int, ids: Sequence[int], source: Buffer) -> None: ...
 
@@ -146,7 +148,9 @@ class Direct:
     # ---- saves -------------------------------------------------------------------------------------------------------
 
     def save(self, index: int, namespace: bytes, save: Save, moves: Sequence[Move], link: Any) -> list[Move]:
-        """Begin to store these chunks; what must go through the arena instead. Returns once the blocks are copied."""
+        """Begin to store these chunks; what must go through the arena instead. The blocks are copied when this returns, or on a
+        device before it does anything else on the calling thread's stream.
+        """
         if Retention.of(save.retention) < Retention.SHORT:
             return list(moves)
         rest: list[Move] = []
@@ -186,6 +190,7 @@ class Direct:
     def _store(self, one: _Saving, link: Any) -> None:
         """On a thread: one chunk to its extent, or, where that fails, to the arena."""
         try:
+            self._mover.settle(one.buffer)
             try:
                 link.call(lambda client: self._write(one, client))
                 self._counters.add("saves")

@@ -76,13 +76,15 @@ class DirectError(Exception):
 class Buffer:
     """Memory to read into and write from, aligned to ALIGN. `view`: the host's view of it, None on a device.
 
-    `owner` keeps the memory alive: a mapping, or a tensor.
+    `owner` keeps the memory alive: a mapping, or a tensor. `ready`: the event of what a device still writes into it, None
+    where that is done.
     """
 
     address: int
     size: int
     view: memoryview | None
     owner: Any
+    ready: Any = None
 
 
 def host_buffer(size: int) -> Buffer:

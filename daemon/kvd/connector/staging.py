@@ -29,6 +29,9 @@ class HostStaging:
     def collect(self, group: int, ids: Sequence[int], into: Buffer) -> None:
         self._mover.gather(group, ids, self._part(group, ids, into))
 
+    def settle(self, buffer: Buffer) -> None:
+        """Nothing to wait for: the host's copies are done when they return."""
+
     def spread(self, group: int, ids: Sequence[int], source: Buffer) -> None:
         self._mover.scatter(group, ids, self._part(group, ids, source))
 
@@ -62,14 +65,22 @@ class DeviceStaging:
         return Buffer(part.data_ptr(), size, None, part)
 
     def collect(self, group: int, ids: Sequence[int], into: Buffer) -> None:
-        self._mover.collect(group, ids, into.owner[: self.value_bytes(group, len(ids))])
+        into.ready = self._mover.collect(group, ids, into.owner[: self.value_bytes(group, len(ids))])
+
+    def settle(self, buffer: Buffer) -> None:
+        """Wait for what was collected into it; whoever moves its bytes does so first."""
+        ready, buffer.ready = buffer.ready, None
+        if ready is not None:
+            ready.synchronize()
 
     def spread(self, group: int, ids: Sequence[int], source: Buffer) -> None:
         self._mover.spread(group, ids, source.owner[: self.value_bytes(group, len(ids))])
 
     def fill(self, buffer: Buffer) -> None:
-        """Random bytes, for a trial."""
+        """Random bytes, for a trial. They are there when this returns: a library's DMA is in the order of no stream."""
         buffer.owner.random_(0, 256)
+        buffer.ready = self._mover.mark()
+        self.settle(buffer)
 
     def to_host(self, source: Buffer, into: memoryview) -> None:
         self._mover.to_host(source.owner[: len(into)], into)

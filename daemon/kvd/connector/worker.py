@@ -57,7 +57,7 @@ class Mover(Protocol):
 
     def scatter(self, group: int, ids: Sequence[int], source: Any) -> None: ...
 
-    # A mover may also have `detach`, `land` and `drop` (see DeviceMover), and `parallel` (see HostMover).
+    # A mover may also have `detach`, `land`, `drop` and `fence` (see DeviceMover), and `parallel` (see HostMover).
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class Job:
     load: Load
     deadline_s: float
     cancelled: bool = False
+    fence: Callable[[], None] | None = None
+    """What waits for steps that may still write into the blocks."""
 
 
 @dataclass(slots=True)
@@ -258,10 +260,16 @@ class Worker:
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
-    def start(self, loads: Sequence[Load]) -> None:
-        """Begin these loads. Each is reported by `results`, once."""
+    def start(self, loads: Sequence[Load], *, fenced: bool = False) -> None:
+        """Begin these loads. Each is reported by `results`, once.
+
+        `fenced`: the blocks may have been another request's a moment ago, and a step under way on the device may still write
+        into them: nothing is copied before all steps are done that were launched before this call.
+        """
+        fence = getattr(self._mover, "fence", None)
+        wait = fence() if fenced and loads and fence is not None else None
         for load in loads:
-            job = Job(load, self._clock() + self._load_timeout_s)
+            job = Job(load, self._clock() + self._load_timeout_s, fence=wait)
             self._jobs[load.request_id] = job
             if load.doomed:
                 self._end(job, LoadFailed(load.doomed, 0))
@@ -320,6 +328,8 @@ class Worker:
         begun = time.perf_counter()
         failure: LoadFailed | None = None
         try:
+            if job.fence is not None:
+                job.fence()
             self._fetch(job)
         except LoadFailed as error:
             failure = error

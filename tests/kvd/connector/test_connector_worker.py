@@ -121,6 +121,27 @@ def test_saved_blocks_come_back_in_other_places(bench: Any) -> None:
     wait_until(lambda: one.links.load().call(lambda client: client.stats())["tokens_active"] == 0, what="the load's pin to end")
 
 
+def test_a_fenced_load_touches_no_block_before_the_steps_under_way_are_done(bench: Any) -> None:
+    one = bench()
+    content = one.memory.fill(1, 1)
+    one.worker.save([Save("r", SALT, (Move(key(1), ((1,),)),))])
+    entered, gate = threading.Event(), threading.Event()
+    one.memory.mover.fence = lambda: lambda: entered.set() or gate.wait(20)
+    load = Load("q", SALT, (Move(key(1), ((9,),)),))
+    one.worker.start([load], fenced=True)
+    assert entered.wait(20)
+    # A step under way writes what nobody wants any more; then the load may begin.
+    one.memory.fill(9, 2)
+    assert not one.worker.results(()).received
+    gate.set()
+    assert not one.outcome().failed
+    np.testing.assert_array_equal(one.memory.block(9), content)
+    entered.clear()
+    one.worker.start([load])
+    assert not one.outcome().failed
+    assert not entered.is_set(), "where the engine itself sees to it, nobody waits"
+
+
 def test_what_is_stored_is_not_copied_again(bench: Any) -> None:
     one = bench()
     one.memory.fill(3, 1)

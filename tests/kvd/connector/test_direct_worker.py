@@ -409,3 +409,14 @@ def test_nothing_is_left_open(bench: Make) -> None:
     one.close()
     assert isinstance(one.direct, Direct)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_chunk_goes_to_its_file_only_when_the_device_has_collected_it(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench(KVD_DIRECT_BACKEND="posix")
+    assert one.direct is not None
+    order: list[str] = []
+    for part, name in ((one.direct._mover, "settle"), (one.direct.io, "write")):
+        called = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *given, n=name, call=called: order.append(n) or call(*given))
+    one.save(1)
+    assert order == ["settle", "write"]

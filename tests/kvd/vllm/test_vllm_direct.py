@@ -5,6 +5,7 @@ and the stand-in for hipFile and cuFile, whose "device memory" that is.
 """
 
 import threading
+import types
 import warnings
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_both_sides_compute_one_size_of_chunks() -> None:
 
 
 @pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BLHNC], ids=lambda layout: layout.name)
-def test_staging_on_a_device(standin: StandIn, tmp_path: Any, layout: KVCacheLayout) -> None:
+def test_staging_on_a_device(standin: StandIn, tmp_path: Any, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     config, caches = engine(DENSE, layout)
     storage, device, layouts = find_layouts(groups_of(config), config, caches)
     mover = DeviceMover(storage, device, layouts)
@@ -132,7 +133,16 @@ def test_staging_on_a_device(standin: StandIn, tmp_path: Any, layout: KVCacheLay
     path = tmp_path / "region"
     path.write_bytes(bytes(size))
     before = {name: [block(cache, number) for number in range(9)] for name, cache in caches.items()}
-    staging.collect(0, [7, 1, 2, 5], there)
+    waited: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(mover, "mark", lambda: types.SimpleNamespace(synchronize=lambda: waited.append("device")))
+        staging.fill(back)
+        assert (waited, back.ready) == (["device"], None), "what is filled for a trial is there at once"
+        staging.collect(0, [7, 1, 2, 5], there)
+        assert len(waited) == 1, "no step waits for the device"
+        staging.settle(there)
+        staging.settle(there)
+        assert len(waited) == 2, "who moves the bytes waits, once"
     with io.opened(path) as file:
         io.write(file, there, size, 0)
         io.read(file, back, size, 0)
