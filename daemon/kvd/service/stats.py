@@ -329,6 +329,8 @@ def _tier_rows(tier: Tier) -> list[Row]:
     tier.store_s.append(stores.observe)
     made = [Row(Metric(f"tier_{n}", "gauge", u, h, labels), read) for n, (u, h, read) in gauges.items()]
     made += [Row(Metric(f"tier_{n}_total", "counter", u, h, labels), read) for n, (u, h, read) in totals.items()]
+    part = "Share of the bytes it may hold; -1 where no limit is known."
+    made.append(Row(Metric("tier_usage_fraction", "gauge", "", part, labels, float=True), lambda: adapter.usage().fraction))
     made += loads.rows("tier_load_seconds", "How long loads of a batch took.", labels)
     made += stores.rows("tier_store_seconds", "How long stores of a batch took.", labels)
     return made

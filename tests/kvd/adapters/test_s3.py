@@ -1,7 +1,11 @@
 """`s3` on moto's server: away at start, killed, frozen, denied, no bucket; what it counts; a daemon over it."""
 
+import ssl
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +214,57 @@ def test_what_the_server_says_comes_first(moto: MotoServer, caplog: pytest.LogCa
     adapter.close()
     assert one_line(OSError("refused")) == "refused"
     assert one_line(OSError("403: <Error><Code>AccessDenied</Code></Error>")) == "AccessDenied (403)"
+
+
+class _Empty(BaseHTTPRequestHandler):
+    """A bucket with nothing in it."""
+
+    def do_GET(self) -> None:
+        body = b'<?xml version="1.0"?><ListBucketResult><Name>kv-cache</Name><IsTruncated>false</IsTruncated></ListBucketResult>'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        """Nothing on stderr."""
+
+
+@pytest.fixture
+def tls_bucket(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """The port of a server with a certificate of its own, and the file that has it."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=kv"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
+    made = subprocess.run(["openssl", *words, *more, "-keyout", key, "-out", certificate], capture_output=True)
+    assert made.returncode == 0, made.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Empty)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1], certificate
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_certificates_of_ones_own_are_trusted_where_ssl_cert_file_names_them(
+    tls_bucket: tuple[int, Path], trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, certificate = tls_bucket
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    spec = {"type": "s3", "bucket": "kv-cache", "s3_endpoint": f"https://127.0.0.1:{port}", "timeout": "1s"}
+    (adapter,) = registry.build([spec | {"aws_access_key_id": "k", "aws_secret_access_key": "k"}])
+    adapter.open()
+    if trusted:
+        assert list(adapter.enumerate()) == []
+    else:
+        with pytest.raises(AdapterError, match="cannot list"):
+            list(adapter.enumerate())
+    adapter.close()

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvd.tiers.adapters.base import Usage
 from kvd.wire.client import Client
+from tests.kvd.tiers.ram_tier import RamTier, running
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.processes import wait_until
 
@@ -82,6 +84,12 @@ def test_an_independent_reader_calls_it_sound(daemon: Daemon) -> None:
     assert header["flags"] == 0
     assert header["locked"]
     assert values["arena_bytes_limit"] == 8 << 20
+
+
+def test_the_share_of_a_tier_that_is_taken_or_that_there_is_no_limit() -> None:
+    assert (Usage(1, 4, 1).fraction, Usage(5, 0, 1).fraction, Usage(known=False).fraction) == (0.25, -1.0, -1.0)
+    with running(RamTier()) as daemon, daemon.client() as client:
+        assert client.stats()["tiers"][0]["usage_fraction"] == -1.0
 
 
 def test_it_says_what_the_client_is_told(daemon: Daemon, client: Client) -> None:

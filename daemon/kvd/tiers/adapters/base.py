@@ -169,6 +169,11 @@ class Usage:
     entries: int = 0
     known: bool = True
 
+    @property
+    def fraction(self) -> float:
+        """Share of the limit that is taken; -1.0 where no limit is known."""
+        return self.bytes_used / self.bytes_limit if self.bytes_limit and self.known else -1.0
+
 
 @dataclass
 class Counters:
