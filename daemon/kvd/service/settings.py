@@ -510,7 +510,10 @@ def _disks(paths: list[Path], size: int, durability: Durability) -> list[Adapter
     share = min(size // len(paths), *(_room(path, size // len(paths)) for path in paths))
     names = ["disk"] if len(paths) == 1 else [f"disk{i}" for i in range(len(paths))]
     try:
-        made = [DiskAdapter(name, path.absolute(), share, durability=durability) for name, path in zip(names, paths, strict=True)]
+        made = [
+            DiskAdapter(name, path.absolute(), share, durability=durability, alone=len(paths) == 1)
+            for name, path in zip(names, paths, strict=True)
+        ]
     except AdapterConfigError as error:
         each = "" if len(paths) == 1 else f" (divided by {len(paths)} directories)"
         raise UsageError(f"--long-bytes {format_size(size)}{each}: {error.message}", hint=error.hint) from None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.tiers.adapters.base import Hit
+from kvd.tiers.adapters.base import Hit, Mark
 from kvd.tiers.adapters.disk import format as fmt
 from kvd.tiers.adapters.disk import manifest, verify
 from kvd.tiers.adapters.disk.index import Entry, Index, at, pack, unpack
@@ -168,11 +168,11 @@ def test_each_start_writes_the_manifest_once_and_keeps_the_mark(tmp_path, monkey
     for start in range(3):
         adapter = opened(tmp_path / "tier")
         assert len(written) == 1, f"start {start}"
-        assert adapter.mark() == (7 if start else 0)
-        adapter.set_mark(7)
+        assert adapter.mark() == ((7, 9) if start else (0, 0))
+        adapter.set_mark(Mark(7, 9))
         adapter.close()
         said = json.loads((tmp_path / "tier" / manifest.MANIFEST).read_text())
-        assert said["mark"] == 7
+        assert (said["mark"], said["peers"]) == (7, 9)
         epochs.append(said["epoch"])
         written.clear()
     assert epochs == sorted(set(epochs)), "no start has the epochs of another"

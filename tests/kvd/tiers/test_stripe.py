@@ -153,6 +153,62 @@ def test_a_folder_that_missed_nothing_keeps_what_it_holds(tmp_path: Path, clock:
     stripe.close()
 
 
+@pytest.mark.parametrize("meanwhile", ["another in its place", "one alone"])
+def test_a_folder_that_was_left_out_for_a_while_serves_nothing_older(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, meanwhile: str
+) -> None:
+    """A mount that is missing at one start, and there again at the next; or a folder taken off the command line and put back."""
+    stripe = on_disk(tmp_path, clock)
+    stripe.store([item(n, b"older") for n in range(60)])
+    stripe.close()
+    (tmp_path / "d0").rename(tmp_path / "aside")
+    if meanwhile == "one alone":
+        alone = DiskAdapter("disk", tmp_path / "d1", 16 << 20, alone=True)
+        alone.open()
+        alone.store([item(n, b"newer") for n in range(30)])
+        alone.close()
+    else:
+        stripe = on_disk(tmp_path, clock)
+        stripe.store([item(n, b"newer") for n in range(30)])
+        stripe.close()
+        shutil.rmtree(tmp_path / "d0")
+    (tmp_path / "aside").rename(tmp_path / "d0")
+    stripe = on_disk(tmp_path, clock)
+    got = [load(stripe, n, 5) for n in range(60)]
+    assert all(data in (b"newer", Loaded.MISS) for data in got[:30])
+    assert all(data in (b"older", Loaded.MISS) for data in got[30:])
+    assert "disk0 was away while values were replaced or deleted" in caplog.text
+    stripe.store([item(n, b"again") for n in range(60)])
+    stripe.close()
+    caplog.clear()
+    stripe = on_disk(tmp_path, clock)
+    assert [load(stripe, n, 5) for n in range(60)] == [b"again"] * 60
+    assert not caplog.text
+    stripe.close()
+
+
+def test_folders_are_marked_when_they_change_and_a_full_disk_is_no_reason_to_do_without(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks = []
+    for _ in range(2):
+        stripe = on_disk(tmp_path, clock)
+        marks.append([member.adapter.mark() for member in stripe._members])
+        stripe.store([item(n, b"older") for n in range(60)])
+        stripe.close()
+    assert marks[0] == marks[1], "the same folders: the same mark"
+    assert len({*marks[0]}) == 1
+
+    def full(*_: object) -> None:
+        raise AdapterError("disk0: cannot write d0/manifest.json: No space left on device")
+
+    monkeypatch.setattr(DiskAdapter, "set_mark", full)
+    stripe = on_disk(tmp_path, clock, count=3)
+    assert [load(stripe, n, 5) for n in range(60)] == [b"older"] * 60
+    assert "a restart before that works may give up what is there" in caplog.text
+    stripe.close()
+
+
 def test_a_folder_that_failed_is_named_once_and_probed_less_and_less(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

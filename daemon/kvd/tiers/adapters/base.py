@@ -240,6 +240,16 @@ _PLACE_HINTS: Mapping[int, str] = {
 """What to do about a place that a tier cannot use."""
 
 
+class Mark(NamedTuple):
+    """What the members of a stripe keep to tell who of them was away. `peers`: the signs of all members then, as one number.
+
+    A member with a lower `number` than another has missed what was replaced or deleted.
+    """
+
+    number: int = 0
+    peers: int = 0
+
+
 Evicted = Callable[[Iterable[Identity]], None]
 
 
@@ -379,12 +389,16 @@ class Adapter(ABC):
 
     # What a member of a stripe also does where it is durable.
 
-    def mark(self) -> int:
-        """The number last set, 0 before: a member with a lower one than another has missed what was replaced or deleted."""
+    def sign(self) -> int:
+        """What tells this store from every other one."""
         return 0
 
-    def set_mark(self, mark: int) -> None:  # noqa: B027 - what is not durable starts empty, and has missed nothing
-        """Keep this number, stably, over restarts. Raises AdapterError."""
+    def mark(self) -> Mark:
+        """The mark last set."""
+        return Mark()
+
+    def set_mark(self, mark: Mark) -> None:  # noqa: B027 - what is not durable starts empty, and has missed nothing
+        """Keep this mark, stably, over restarts. Raises AdapterError."""
 
     def flush(self) -> Durability:
         """Make everything stored so far as durable as this adapter can, and say how durable that is."""

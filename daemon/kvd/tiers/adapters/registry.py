@@ -205,6 +205,7 @@ def _disk(name: str, values: dict[str, Any]) -> Adapter:
         values["max_bytes"],
         region_bytes=values["region_bytes"],
         durability=Durability[values["durability"].upper()],
+        alone=True,
     )
 
 

@@ -8,7 +8,8 @@ could not be opened; the tier as a whole fails only when no member works.
 What a member holds under an identity that has meanwhile been stored on another one is out of date. It is deleted there on
 the way; a member that is away at that moment gets the delete when it is back, before it serves anything. What it is owed is
 known to this process alone, so the others note that it has missed something (`Adapter.mark`): a start finds whoever has an
-older mark than another, and empties it. Only a member that could not be opened then cannot be compared, until it can.
+older mark than another, and empties it. The same note is made where the members are others than in the run before, for who is
+left out. Only a member that could not be opened cannot be compared, until it can.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from kvd.tiers.adapters.base import (
     Hit,
     Item,
     Loaded,
+    Mark,
     Reservation,
     Stored,
     Usage,
@@ -94,8 +96,10 @@ class Stripe(Adapter):
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._marking = threading.Lock()
-        self._mark = self._first_mark = 0
-        """The newest mark of the members, and what that was when they were opened."""
+        self._mark = Mark()
+        """The newest mark of the members."""
+        self._first = 0
+        """Its number when they were opened."""
         self._threads = ThreadPoolExecutor(4 * len(members), thread_name_prefix=f"kvd-{name}-stripe")
 
     @property
@@ -136,10 +140,32 @@ class Stripe(Adapter):
                 failures.append(error)
         if len(failures) == len(self._members):
             raise failures[0]
-        self._mark = self._first_mark = max(member.adapter.mark() for member in self._members if member.open)
+        self._mark = max(member.adapter.mark() for member in self._members if member.open)
+        self._first = self._mark.number
         for member in self._members:
             if member.open:
                 self._compare(member)
+        if not failures:
+            self._count_heads()
+
+    def _count_heads(self) -> None:
+        """Where the members are others than last time, a new mark: who is not among them misses what they store from now on."""
+        signs = sorted(member.adapter.sign() for member in self._members)
+        peers = xxhash.xxh3_64_intdigest(b"".join(sign.to_bytes(8, "little") for sign in signs)) >> 1
+        if self._mark.peers != peers:
+            self._mark = Mark(max(self._mark.number + 1, time.time_ns()), peers)
+            for member in self._members:
+                self._write_mark(member)
+
+    def _write_mark(self, member: Member) -> bool:
+        """Give a member that has missed nothing the newest mark; False where it cannot take it: a start may empty it then."""
+        try:
+            if member.adapter.mark() != self._mark:
+                member.adapter.set_mark(self._mark)
+        except AdapterError as error:
+            log.warning("tier %s: %s; a restart before that works may give up what is there", self.name, error.message)
+            return False
+        return True
 
     def _open_member(self, member: Member) -> None:
         member.adapter.open()
@@ -148,10 +174,10 @@ class Stripe(Adapter):
     def _compare(self, member: Member) -> None:
         """Have a member that missed something in an earlier run start empty, and the others where it is they who did."""
         mark = member.adapter.mark()
-        behind = [member] if mark < self._first_mark else []
-        if mark > self._first_mark:
+        behind = [member] if mark.number < self._first else []
+        if mark.number > self._first:
             behind = [other for other in self._members if other.open and other is not member]
-            self._mark = self._first_mark = max(mark, self._mark)
+            self._mark, self._first = max(mark, self._mark), mark.number
         for other in behind:
             other.forfeit = True
             try:
@@ -168,7 +194,7 @@ class Stripe(Adapter):
         with self._marking:
             if member.missed:
                 return
-            mark, failure, kept = max(self._mark + 1, time.time_ns()), None, False
+            mark, failure, kept = self._mark._replace(number=max(self._mark.number + 1, time.time_ns())), None, False
             for other in self._members:
                 if self._usable(other) and other is not member:
                     try:
@@ -242,9 +268,7 @@ class Stripe(Adapter):
             if member.owed:
                 return
             member.suspect.clear()
-            if member.adapter.mark() != self._mark:
-                member.adapter.set_mark(self._mark)
-            member.missed = False
+            member.missed = not self._write_mark(member)
 
     def _order(self, identity: Identity) -> list[Member]:
         if len(self._members) == 1:

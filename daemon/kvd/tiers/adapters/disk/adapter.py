@@ -35,6 +35,7 @@ from kvd.tiers.adapters.base import (
     Hit,
     Item,
     Loaded,
+    Mark,
     Reservation,
     Stored,
     Usage,
@@ -66,8 +67,7 @@ IO_MODES = ("auto", "direct", "buffered")
 _FLOOR_SHARE = 100
 _FLOOR_MAX = 10 << 30
 _DELETES_SPENT_MIN = 4096
-_HASH_THREADS = 4
-_READ_THREADS = 12
+_HASH_THREADS, _READ_THREADS = 4, 12
 
 
 class DiskAdapter(Adapter):
@@ -90,12 +90,14 @@ class DiskAdapter(Adapter):
         group_interval_s: float = 0.02,
         housekeeping_s: float = 30.0,
         free_floor_bytes: int | None = None,
+        alone: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
         nonce: Callable[[], int] = random_nonce,
     ) -> None:
         """A store in `path` of at most `max_bytes` of files. `free_floor_bytes`: no new file when less than this would stay
 
-        free on the file system (default: 1 % of it, at most 10 GiB). Raises AdapterConfigError for what can never work.
+        free on the file system (default: 1 % of it, at most 10 GiB). `alone`: not a member of a stripe. Raises AdapterConfigError
+        for what can never work.
         """
         super().__init__(name)
         if io_mode not in IO_MODES:
@@ -108,6 +110,7 @@ class DiskAdapter(Adapter):
         self._group_interval_s = group_interval_s
         self._housekeeping_s = housekeeping_s
         self._free_floor_bytes = free_floor_bytes
+        self._alone = alone
         self._clock_ns = clock_ns
         self._nonce = nonce
         self._direct = DirectIO(False, 0, "not open")
@@ -153,6 +156,8 @@ class DiskAdapter(Adapter):
         except BaseException:
             self._release()
             raise
+        if self._alone:
+            self._folder = manifest.mark_alone(self._io, self.path, self._folder)
         if self.durability is Durability.GROUP:
             self._syncer.start(self._group_interval_s)
         if self._housekeeping_s > 0:
@@ -528,20 +533,21 @@ class DiskAdapter(Adapter):
 
     # -- state -----------------------------------------------------------------------------------------------------------
 
-    def mark(self) -> int:
+    def sign(self) -> int:
         """See Adapter."""
-        return self._folder.mark
+        return self._folder.created_ns
 
-    def set_mark(self, mark: int) -> None:
+    def mark(self) -> Mark:
         """See Adapter."""
-        folder = replace(self._folder, mark=mark)
+        return Mark(self._folder.mark, self._folder.peers)
+
+    def set_mark(self, mark: Mark) -> None:
+        """See Adapter."""
         try:
-            manifest.write(self._io, self.path, folder)
-        except OSError as error:
+            self._folder = manifest.mark(self._io, self.path, self._folder, mark)
+        except AdapterError:
             self.counters.io_errors += 1
-            why = f"{self.name}: cannot write {self.path / manifest.MANIFEST}: {error.strerror or error}"
-            raise AdapterError(why, hint=hint_for(error)) from error
-        self._folder = folder
+            raise
 
     def usage(self) -> Usage:
         """See Adapter. Bytes: the pages of live extents, header pages included. Expired values count until they are noticed."""

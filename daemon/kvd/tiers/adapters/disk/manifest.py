@@ -9,11 +9,12 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, AdapterInUse
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, AdapterInUse, Mark
 from kvd.tiers.adapters.disk.format import FORMAT_NAME, FORMAT_VERSION, PAGE, READ_VERSIONS, region_sequence
 from kvd.tiers.adapters.disk.region import EPOCHS
 from kvd.tiers.adapters.disk.storage import Storage, read_fully, write_fully
@@ -31,7 +32,7 @@ _LAST = (1 << 32) - 2 * EPOCHS  # epochs are u32
 class Folder:
     """What the manifest says. `epoch`: no write has had this one or a higher one; 0 where it does not say.
 
-    `mark` is that of `Adapter.mark`. `taken`, which is not in the file: the first of the epochs that are ours already, 0 for none.
+    `mark` and `peers` are `Adapter.mark`. `taken` is not in the file: the first of the epochs that are ours already, 0 for none.
     """
 
     version: int
@@ -39,6 +40,7 @@ class Folder:
     region_bytes: int
     epoch: int = 0
     mark: int = 0
+    peers: int = 0
     taken: int = 0
 
 
@@ -97,6 +99,7 @@ def check(io: Storage, root: Path, region_bytes: int, clock_ns: Callable[[], int
                 _number(found, "region_bytes", region_bytes),
                 _number(found, "epoch", 0),
                 _number(found, "mark", 0),
+                _number(found, "peers", 0),
             )
         if not any(region_sequence(name) is not None for name in names):
             raise AdapterConfigError(f"{root / MANIFEST} is not a manifest of kvd", hint="give the disk tier a folder of its own")
@@ -125,6 +128,25 @@ def take_epochs(io: Storage, root: Path, folder: Folder, clock_ns: Callable[[], 
     first = folder.epoch if 0 < folder.epoch < _LAST else min(max(clock_ns() // 1_000_000_000, 1 << 20), 1 << 31)
     folder = replace(folder, epoch=first + EPOCHS, taken=first)
     write(io, root, folder)
+    return folder
+
+
+def mark(io: Storage, root: Path, folder: Folder, new: Mark) -> Folder:
+    """Write the manifest with another mark; what it says then. Raises AdapterError."""
+    folder = replace(folder, mark=new.number, peers=new.peers)
+    try:
+        write(io, root, folder)
+    except OSError as error:
+        raise AdapterError(f"cannot write {root / MANIFEST}: {error.strerror or error}", hint=hint_for(error)) from error
+    return folder
+
+
+def mark_alone(io: Storage, root: Path, folder: Folder) -> Folder:
+    """What the manifest says once a folder that was one of several is used alone. Never raises: a full disk may be served."""
+    if not folder.mark or folder.peers == folder.created_ns:
+        return folder
+    with contextlib.suppress(AdapterError):
+        return mark(io, root, folder, Mark(max(folder.mark + 1, time.time_ns()), folder.created_ns))
     return folder
 
 
@@ -190,7 +212,7 @@ def write(io: Storage, root: Path, folder: Folder) -> None:
     if folder.epoch:
         content["epoch"] = folder.epoch
     if folder.mark:
-        content["mark"] = folder.mark
+        content |= {"mark": folder.mark, "peers": folder.peers}
     temporary = root / (MANIFEST + ".tmp")
     if temporary.name in io.listdir(root):
         io.unlink(temporary)
