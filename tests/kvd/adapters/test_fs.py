@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, Durability, Loaded
-from kvd.tiers.adapters.fs import MANIFEST, RECOUNT_S, FsAdapter
+from kvd.tiers.adapters.fs import MANIFEST, PATH_MAX, RECOUNT_S, FsAdapter
 from tests.kvd.adapters.subjects import Fs
 from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.support.processes import run_python
@@ -107,6 +107,22 @@ def test_something_else_in_a_files_place_is_not_followed(fs: Fs, thing: str, ask
         assert get(adapter, 1) == body(1)
         assert adapter.usage().entries == 1
     assert secret.read_bytes() == b"s" * 5128
+
+
+def test_a_path_that_leaves_no_room_for_a_values_name_is_refused_at_the_start(tmp_path: Path) -> None:
+    root = tmp_path
+    while len(os.fsencode(root)) < 3800:
+        root /= "d" * 100
+    root /= "e" * (PATH_MAX - 1 - len("/objects/00/" + "0" * 128 + ".kv") - len(os.fsencode(root)) - 1)
+    adapter = FsAdapter("fs", root, 1 << 20)
+    adapter.open()
+    assert put(adapter, 1).ok
+    assert get(adapter, 1) == body(1)
+    adapter.close()
+    longer = FsAdapter("fs", root.with_name(root.name + "e"), 1 << 20)
+    with pytest.raises(AdapterConfigError, match=r"with a value's name it has 4096, over 4095"):
+        longer.open()
+    assert not longer.root.exists()
 
 
 def test_files_are_counted_anew_soon_after_damage(fs: Fs) -> None:

@@ -84,6 +84,7 @@ def test_adapters_come_in_the_given_order_with_names_of_their_own(tmp_path: Path
             f"adapter resp (resp): field 'tls_ca': {__file__}: no",
         ),
         ({"type": "s3", "bucket": "kv"}, "adapter s3 (s3): field 'bucket': not a bucket's name: 'kv'"),
+        ({"type": "s3", "bucket": "abc", "prefix": "p" * 892}, "adapter s3 (s3): field 'prefix': a prefix of 892 bytes"),
         ({"type": "s3", "bucket": "cache/kv"}, "adapter s3 (s3): field 'bucket': not a bucket's name: 'cache/kv'"),
         ({"type": "s3", "bucket": "abc", "s3_endpoint": "ftp://a"}, "adapter s3 (s3): field 's3_endpoint': not a URL of a server"),
         (
@@ -231,6 +232,17 @@ def test_what_is_no_specification(given: str, line: str) -> None:
     with pytest.raises(UsageError) as caught:
         registry.parse_spec(given)
     assert caught.value.message.startswith(line)
+
+
+def test_a_date_of_toml_is_shown_and_then_refused(tmp_path: Path) -> None:
+    config = tmp_path / "kvd.toml"
+    config.write_text('[[l2_adapter]]\ntype = "fs"\nbase_path = 2026-01-02\n')
+    shown = run_cli("kvd", "serve", "--config", config, "--show-config")
+    assert (shown.rc, shown.stderr) == (0, "")
+    assert '{"type": "fs", "base_path": "2026-01-02"}' in shown.stdout
+    ran = run_cli("kvd", "serve", "--config", config)
+    assert ran.rc == 2
+    assert ran.stderr.startswith("kvd: error: adapter fs (fs): field 'base_path': not a path: datetime.date(2026, 1, 2)")
 
 
 def test_environment_file_and_flag_say_the_same(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.objects import one_line
-from kvd.tiers.adapters.s3 import S3Adapter
+from kvd.tiers.adapters.s3 import NAME_MAX, PREFIX_MAX, S3Adapter
 from tests.kvd.adapters.subjects import S3
 from tests.kvd.adapters.test_conformance import body, get, ident, put
 from tests.kvd.tiers.ram_tier import running
@@ -267,4 +267,15 @@ def test_certificates_of_ones_own_are_trusted_where_ssl_cert_file_names_them(
     else:
         with pytest.raises(AdapterError, match="cannot list"):
             list(adapter.enumerate())
+    adapter.close()
+
+
+def test_the_longest_prefix(moto: MotoServer, bucket: str) -> None:
+    """S3 takes names of 1024 bytes: with the longest prefix that is taken, a value's name has just as many."""
+    adapter = adapter_at(moto.port, bucket, prefix="p" * PREFIX_MAX)
+    adapter.open()
+    assert put(adapter, 1).ok
+    assert get(adapter, 1) == body(1)
+    assert isinstance(adapter, S3Adapter)
+    assert len(adapter._name(ident(1)).encode()) == NAME_MAX
     adapter.close()

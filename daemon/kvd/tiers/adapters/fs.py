@@ -50,6 +50,8 @@ from kvtools.errors import hint_for
 MANIFEST = "kvtools-fs.json"
 FORMAT, VERSION = "kvtools.fs", 1
 WRITING = "writing"
+PATH_MAX = 4096
+"""Bytes of a path that Linux takes, with the 0 at its end."""
 STALE_S = 3600.0
 RENEW_S = 30.0
 """A load renews the time of last use when it is older than this."""
@@ -96,6 +98,12 @@ class FsAdapter(Adapter):
     # ---- life --------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
+        longest = len(os.fsencode(self._path(bytes(IDENTITY_BYTES))))
+        if longest >= PATH_MAX:  # else the start would succeed, and every store fail
+            raise AdapterConfigError(
+                f"{self.name}: the path is too long: with a value's name it has {longest} bytes, over {PATH_MAX - 1}",
+                hint="name a directory with a shorter path",
+            )
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._own()

@@ -49,7 +49,7 @@ class Spec(dict[str, Any]):
     """One adapter's object as given. As text, secrets that are written out are ***."""
 
     def __str__(self) -> str:
-        return json.dumps(_redacted(self))
+        return json.dumps(_redacted(self), default=str)  # TOML has dates, too
 
     __repr__ = __str__
 

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvd.store.identity import Identity
+from kvd.store.identity import IDENTITY_BYTES, Identity
 from kvd.store.retention import expired
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Item, Loaded, Want
 from kvd.tiers.adapters.kind import Field, Kind, gib, seconds, size, switch, text, whole
-from kvd.tiers.adapters.objects import BLOCK, ObjectAdapter
+from kvd.tiers.adapters.objects import BLOCK, FOLDER, ObjectAdapter
 from kvtools.errors import UsageError
 
 T = TypeVar("T")
@@ -155,6 +155,8 @@ def _is_empty(answer: Any) -> bool:
 
 BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{2,254}")
 """Wider than AWS's rule of today (63 lower-case letters, digits, dots, dashes): old buckets and other servers have such names."""
+NAME_MAX = 1024
+PREFIX_MAX = NAME_MAX - len(f"/{FOLDER}") - 2 * IDENTITY_BYTES - 1
 KEYS = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
 
 
@@ -177,6 +179,10 @@ def _endpoint(value: Any) -> str:
 
 def _prefix(value: Any) -> str:
     given = text(value).strip("/")
+    if len(given.encode()) > PREFIX_MAX:
+        raise UsageError(
+            f"a prefix of {len(given.encode())} bytes", hint=f"{PREFIX_MAX} at most: S3 takes names of {NAME_MAX} bytes"
+        )
     return f"{given}/" if given else ""
 
 
