@@ -38,6 +38,22 @@ def test_the_file_is_made_whole_and_ours(tmp_path: Path) -> None:
     adapter.close()
 
 
+@pytest.mark.parametrize("kind", ["raw_block", "dax"])
+def test_a_file_that_was_removed_keeps_nothing_and_says_so(tmp_path: Path, kind: str) -> None:
+    size: dict[str, object] = {"capacity_bytes": 1 << 20} if kind == "raw_block" else {"max_dax_size_gb": 0.001}
+    (adapter,) = registry.build([{"type": kind, "device_path": str(tmp_path / "slots"), "slot_bytes": SLOT, **size}])
+    adapter.open()
+    assert put(adapter, 1, b"kept").ok
+    assert adapter.flush() is Durability.FSYNC
+    (tmp_path / "slots").unlink()
+    with pytest.raises(AdapterError, match="the file was removed"):
+        put(adapter, 2, b"lost")
+    with pytest.raises(AdapterError, match="the file was removed"):
+        adapter.flush()
+    assert get(adapter, 1, 4) == b"kept", "as long as it is open"
+    adapter.close()
+
+
 def test_one_daemon_a_device(tmp_path: Path) -> None:
     first = raw_at(tmp_path / "slots")
     first.open()

@@ -13,7 +13,7 @@ from typing import Any
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError
 from kvd.tiers.adapters.kind import Field, Kind, gib, path, size
-from kvd.tiers.adapters.raw_block import check_room, own
+from kvd.tiers.adapters.raw_block import check_room, own, refuse_removed
 from kvd.tiers.adapters.slots import BLOCK, Medium, SlotAdapter
 
 PAGE = 2 << 20
@@ -55,11 +55,13 @@ class MapMedium(Medium):
             offset += len(buffer)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        refuse_removed(self._fd)
         for buffer in buffers:
             envelope.copy(self._view[offset : offset + len(buffer)], buffer)
             offset += len(buffer)
 
     def sync(self) -> None:
+        refuse_removed(self._fd)
         try:
             self._map.flush()
         except OSError as error:
