@@ -120,7 +120,7 @@ def test_a_path_that_leaves_no_room_for_a_values_name_is_refused_at_the_start(tm
     assert get(adapter, 1) == body(1)
     adapter.close()
     longer = FsAdapter("fs", root.with_name(root.name + "e"), 1 << 20)
-    with pytest.raises(AdapterConfigError, match=r"with a value's name it has 4096, over 4095"):
+    with pytest.raises(AdapterConfigError, match=r"with a value's name it has 4096 bytes, over 4095"):
         longer.open()
     assert not longer.root.exists()
 
