@@ -328,7 +328,7 @@ def test_engines_with_different_hash_seeds_are_found_out(pair: Pair, other: ApiS
     assert "set PYTHONHASHSEED to one value" in ran.stdout
 
 
-def test_a_daemon_that_hangs_or_is_gone_is_named_and_not_the_engine(pair: Pair) -> None:
+def test_a_daemon_that_hangs_is_named_and_not_the_engine(pair: Pair) -> None:
     def daemon() -> tuple[int, str]:
         ran = pair.kvd("status", "--engine", pair.server.url, "--json")
         check = next(check for check in ran.json()["engines"][0]["checks"] if check["name"] == "daemon")
@@ -342,12 +342,7 @@ def test_a_daemon_that_hangs_or_is_gone_is_named_and_not_the_engine(pair: Pair) 
         assert (ran.rc, "no kvd daemon answers: the daemon at" in ran.stderr) == (4, True), ran.stderr
     finally:
         pair.daemon.signal(signal.SIGCONT)
-    assert daemon()[0] == 0
-    # Killed while nothing is asked of it: no call of the engine's meets that.
-    pair.daemon.kill9()
-    assert daemon() == (1, f"no daemon answers the engine at {pair.daemon.socket}")
-    pair.daemon.start()
-    wait_until(lambda: daemon()[0] == 0, timeout_s=30, interval_s=0.2, what="the engine to find its daemon again")
+    wait_until(lambda: daemon()[0] == 0, timeout_s=30, interval_s=0.2, what="the daemon to answer again")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
