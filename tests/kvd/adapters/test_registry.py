@@ -135,6 +135,15 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
         registry.build([disk(tmp_path / "a", name="one"), disk(tmp_path / "b", name="one")])
 
 
+def test_the_same_tier_twice_is_a_slip(tmp_path: Path) -> None:
+    with pytest.raises(
+        AdapterConfigError, match="--l2-adapter 3: adapter far is disk once more: every value would be stored there"
+    ):
+        registry.build([disk(tmp_path / "a"), disk(tmp_path / "b"), disk(tmp_path / "a", name="far")])
+    mock = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1}
+    assert [adapter.name for adapter in registry.build([mock, mock])] == ["mock", "mock2"]
+
+
 def test_a_class_of_the_users() -> None:
     spec = {"type": "plugin", "module_path": __name__, "class_name": "Mine", "adapter_params": {"colour": "blue"}}
     import sys

@@ -41,6 +41,8 @@ NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY
 
 ARENA = "arena"
 """What `kvd keys` and `kvd why` call the RAM: no tier may have that name."""
+TRIALS = ("mock", "fault_inject", "plugin")
+"""Types of which two that are told the same may well be two."""
 EXAMPLE = 'such as {"type": "fs", "base_path": "/srv/kv"}'
 SECRET = re.compile(r"password|secret|token|access_key|credential|^(old_)?keys?$", re.IGNORECASE)
 
@@ -119,6 +121,7 @@ def build(specs: Sequence[Mapping[str, Any]], *, taken: Sequence[str] = ()) -> l
     One without a `name` gets its type's, with a number where that is `taken` already.
     """
     names = {ARENA, *taken}
+    before: dict[str, str] = {}
     adapters = []
     for number, spec in enumerate(specs, 1):
         where = f"--l2-adapter {number}"
@@ -134,6 +137,12 @@ def build(specs: Sequence[Mapping[str, Any]], *, taken: Sequence[str] = ()) -> l
         if name in names:
             raise AdapterConfigError(f"{where}: the name {name!r} is taken", hint="give each adapter a name of its own")
         names.add(name)
+        same = json.dumps({word: value for word, value in spec.items() if word != "name"}, sort_keys=True, default=str)
+        if (other := before.setdefault(same, name)) != name and kind.type not in TRIALS:
+            raise AdapterConfigError(
+                f"{where}: adapter {name} is {other} once more: every value would be stored there twice",
+                hint="leave one of them out, or give each a place of its own",
+            )
         adapters.append(make(kind, name, spec))
     return adapters
 
