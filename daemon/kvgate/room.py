@@ -12,7 +12,7 @@ Sharing out is `kvctl apply`'s own engine (kvtools.ctl.plan): the pools of the m
 leave, by `weight`, at least `kv_bytes` and what they use. It is done before a wake-up, so that the others have given
 memory back before the new one maps it, and after a model fell asleep, so that they may have it again.
 
-Failure: a limit that cannot be written is logged and changes nothing; a model that can never fit is told so at once.
+Failure: a limit that cannot be written is logged and changes nothing. A model that could never fit is no configuration (config.py).
 
 Concurrency: one `make` at a time holds the lock, and the machine enters `waking` in the same step in which its `make`
 returns, so two models never count the same room. Segments are read and written in a thread: their locks may be held.
@@ -87,11 +87,10 @@ class Room:
         self._changed.set()
 
     async def make(self, name: str) -> None:
-        """Return when `name` fits. Raises Unavailable: it never does, or nobody made room in time."""
+        """Return when `name` fits. Raises Unavailable when nobody made room in time."""
         backend = self._router.backends.get(name)
         if backend is None or not self._limited(backend):
             return
-        self._check_possible(backend)
         deadline = time.monotonic() + backend.config.limits.queue_timeout_s
         while True:
             async with self._lock:
@@ -111,16 +110,6 @@ class Room:
 
     def _limited(self, backend: Backend) -> list[int]:
         return [device for device in backend.config.devices if device in self.devices]
-
-    def _check_possible(self, backend: Backend) -> None:
-        config = backend.config
-        for device in self._limited(backend):
-            if (need := config.weights_bytes + config.kv_bytes) > self.devices[device]:
-                raise Unavailable(
-                    f"{config.name} needs {format_size(need)} of device {device}, which has {format_size(self.devices[device])}",
-                    hint="lower kv_bytes, or raise the device's size",
-                    retry_after_s=60.0,
-                )
 
     async def _short_after_sleeps(self, backend: Backend) -> list[tuple[int, int]]:
         """What is missing on each device for `backend`, after every idle model that had to has gone to sleep."""

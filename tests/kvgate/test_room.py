@@ -70,17 +70,6 @@ async def test_no_room_in_time_is_503_and_wakes_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_model_larger_than_its_device_is_told_so(tmp_path: Path) -> None:
-    async with FakeEngine(sleeping=True) as engine:
-        models = {"tiny": {"host": "127.0.0.1", "port": engine.port, "devices": 0, "weights_bytes": "90GiB"}}
-        async with running_gate(write_config(tmp_path / "m.yaml", models, devices={0: "80GiB"})) as client:
-            status, body, _ = await client.complete()
-            assert status == 503
-            assert "needs 90 GiB of device 0, which has 80 GiB" in body["error"]["message"]
-            assert engine.count("/wake_up") == 0
-
-
-@pytest.mark.asyncio
 @pytest.mark.real("segments")
 async def test_limits_of_the_awake_models_share_what_the_weights_leave(tmp_path: Path, shm_name: Callable[[], str]) -> None:
     segments = {name: shm_name() for name in ("a", "b", "c")}
