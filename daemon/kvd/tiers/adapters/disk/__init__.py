@@ -20,6 +20,7 @@ housekeeping   what is done in the background
 scan       reading back what a region holds
 recovery   starting up
 manifest   whose folder it is
+presence   whether the folder is still there
 check      the offline check behind `kvd verify`
 buffers    aligned scratch memory
 """
