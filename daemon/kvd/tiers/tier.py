@@ -170,7 +170,8 @@ class Tier:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
         except TimeoutError:
-            log.warning("tier %s: %d values were still on their way at the deadline", self.name, self.waiting)
+            if self.waiting:
+                log.warning("tier %s: %d values were still on their way at the deadline", self.name, self.waiting)
             if self.doomed:
                 log.warning("tier %s: it has not forgotten %d values: the next start finds them again", self.name, len(self.doomed))
         if self._task is not None:

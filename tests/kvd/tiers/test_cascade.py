@@ -205,6 +205,17 @@ def test_a_clear_does_not_wait_for_a_tier_that_works_no_more() -> None:
         assert not far.values
 
 
+def test_a_stop_with_nothing_but_deletes_left_names_no_values_on_their_way(caplog: pytest.LogCaptureFixture) -> None:
+    tier = RamTier("near")
+    with running(tier, drain_s=0.2) as daemon, daemon.client() as client:
+        filled(daemon, client)
+        tier.deletes.failing = "away"
+        daemon.ask(lambda: daemon.tier().erase([b"n" * 64]))
+        daemon.signal()
+        wait_until(lambda: "has not forgotten 1 values" in caplog.text, what="the daemon to give up on its tier")
+    assert "on their way" not in caplog.text
+
+
 def test_the_longest_prefix_that_fits_a_short_arena_is_served(tiers: list[RamTier]) -> None:
     """Sixty values of 20 KiB, and room for fifty: a reader of all gets the first ones, not nothing."""
     keys = [i.to_bytes(32, "big") for i in range(60)]
