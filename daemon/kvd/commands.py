@@ -174,8 +174,9 @@ def _with_age(body: dict[str, Any], reading: StatsReading) -> dict[str, Any]:
     return {
         "instance": reading.instance,
         "pid": reading.pid,
-        "uptime_s": round((now - reading.created_ns) / 1e9, 3),
-        "heartbeat_age_s": round((now - reading.heartbeat_ns) / 1e9, 3),
+        # Times of the wall: a clock that was set back since makes no time negative.
+        "uptime_s": round(max(0, now - reading.created_ns) / 1e9, 3),
+        "heartbeat_age_s": round(max(0, now - reading.heartbeat_ns) / 1e9, 3),
         **body,
         "engines": engines(reading.instance),
     }

@@ -1,11 +1,14 @@
 """What `kvd status` makes of the figures: each thing that can be wrong, its word, its code and its exit status."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
 
-from kvd import status
+from kvd import commands, status
+from kvd.service.stats import of_reading
+from kvtools.segments.stats import StatsReader
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.processes import wait_until
 
@@ -94,3 +97,11 @@ def test_a_draining_daemon_is_a_warning_and_no_failure(kvd_daemon: MakeDaemon) -
     assert (run.rc, run.json()["health"]) == (0, "HEALTH_WARN")
     assert [check["code"] for check in run.json()["checks"]] == ["DRAINING"]
     assert "nothing asked for yet" in daemon.run("status").stdout
+
+
+def test_a_clock_that_was_set_back_makes_no_time_negative(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StatsReader(daemon.segment.name, daemon.segment.parent) as reader:
+        reading = reader.read()
+    monkeypatch.setattr(time, "time_ns", lambda: reading.created_ns - 3600 * 10**9)
+    body = commands._with_age(of_reading(reading), reading)
+    assert (body["uptime_s"], body["heartbeat_age_s"]) == (0, 0)
