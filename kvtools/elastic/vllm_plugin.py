@@ -5,12 +5,14 @@ It runs in every process of an engine before the model runner is imported, and p
 engine core   Executor.initialize_from_config   the workers have their memory: begin the session (vllm_engine)
               Executor.sleep, wake_up           the prefix cache is forgotten before contents are
 workers       WorkerWrapperBase.init_device     the worker's class is known: give it elastic memory (vllm_worker)
+server        CoreEngineProcManager.shutdown    the engine core has a moment to take its files away
 
 Refusals are errors at the start, each with what to do: an engine of another version (what is hooked here is no public
 interface: see VERSIONS), a part that is not where it should be, kvcached beside it. Without KVTOOLS_SEGMENT (or
 kvcached's ENABLE_KVCACHED) nothing is imported and nothing is touched.
 """
 
+import functools
 import importlib.util
 import logging
 import os
@@ -88,6 +90,26 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, made)
 
 
+GRACE_S = 15.0
+"""How long an engine core may take to end before its server kills it: what vLLM itself gives on ROCm, for what holds devices."""
+
+
+def patient(original: Any) -> Any:
+    """`CoreEngineProcManager.shutdown` that lets the engine core end.
+
+    A server that is ended with SIGTERM (systemd, containers, Ctrl-C) passes the signal on and kills the engine core in the
+    same instant, unless --shutdown-timeout says otherwise: the pool's files would be left behind, as if it had crashed.
+    """
+
+    @functools.wraps(original)
+    def shutdown(self: Any, timeout: float | None = None) -> Any:
+        # A zero that is what is left of a longer time is no zero of ours: that time is over.
+        at_once = timeout == 0 and not getattr(self, "_request_shutdown_timeout", 0)
+        return original(self, GRACE_S if at_once else timeout)
+
+    return shutdown
+
+
 def _hook(settings: Settings) -> None:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -142,6 +164,10 @@ def _hook(settings: Settings) -> None:
 
         return wake_up
 
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    if hasattr(CoreEngineProcManager, "shutdown"):
+        replace(CoreEngineProcManager, "shutdown", patient)
     replace(Executor, "initialize_from_config", initialize)
     replace(Executor, "sleep", asleep)
     replace(Executor, "wake_up", awake)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtools.elastic.settings import Settings, claim, read_settings
+from kvtools.elastic.vllm_plugin import GRACE_S, patient
 from kvtools.errors import Refused, UsageError
 from tests.support.processes import run_python
 
@@ -89,6 +90,24 @@ def test_kvcached_beside_it() -> None:
     assert "stays off" in claim({"ENABLE_KVCACHED": "true"}, kvcached_installed=True)
     assert claim({"KVTOOLS_SEGMENT": "a"}, kvcached_installed=True) == ""
     assert claim({"ENABLE_KVCACHED": "true", "KVTOOLS_SEGMENT": "a"}, kvcached_installed=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_requests", "given"),
+    [(0, 0, GRACE_S), (0.0, None, GRACE_S), (0, 30, 0), (7.5, 0, 7.5), (None, 0, None)],
+    ids=["none at all", "not set", "all of it is used up", "some", "vLLM's own"],
+)
+def test_a_server_that_ends_leaves_its_engine_core_time_to_end(
+    asked: float | None, of_requests: float | None, given: float
+) -> None:
+    class Manager:
+        _request_shutdown_timeout = of_requests
+
+        def shutdown(self, timeout: float | None = None) -> float | None:
+            return timeout
+
+    assert patient(Manager.shutdown)(Manager(), timeout=asked) == given
+    assert patient(Manager.shutdown)(Manager(), asked) == given
 
 
 REGISTER = "from kvtools.elastic.vllm_plugin import register; register()"

@@ -1,7 +1,11 @@
 """An engine that is killed, and one without room in shared memory: what is left, what is said of it, and what starts next."""
 
+import contextlib
+import http.client
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,11 +92,18 @@ def test_an_engine_in_one_process_leaves_what_is_provably_stale(name: str, cli: 
     assert files(name) == set()
 
 
+def _ask(server: ApiServer) -> None:
+    """One request; that its server ends is an answer too."""
+    with contextlib.suppress(OSError, AssertionError, ValueError, http.client.HTTPException):
+        server.complete(PROMPTS[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "number", "ends_well"),
     [
         ("server", signal.SIGTERM, True),
+        ("server and a core amid a step", signal.SIGTERM, True),
         ("server", signal.SIGINT, True),
         ("server", signal.SIGKILL, False),
         ("core", signal.SIGTERM, True),
@@ -111,8 +122,19 @@ def test_a_server_of_processes_is_stale_when_its_memory_is_free(
         assert said is not None
         everybody = set(family(server.process.pid))
         (worker,) = everybody & holders()
-        victim = {"server": server.process.pid, "core": said.pid, "worker": worker}[who]
+        victim = {"core": said.pid, "worker": worker}.get(who, server.process.pid)
+        amid = who == "server and a core amid a step"
+        if amid:  # its worker does not answer, so it hears the signal later than its server would kill it
+            os.kill(worker, signal.SIGSTOP)
+            asking = threading.Thread(target=lambda: _ask(server), daemon=True)
+            asking.start()
+            time.sleep(1.0)  # nothing says that the step has begun
         os.kill(victim, number)
+        if amid:
+            wait_until(lambda: "send sigterm to process EngineCore" in server.text(), timeout_s=30, what="the core's signal")
+            time.sleep(0.5)  # nothing says that it is waited for
+            os.kill(worker, signal.SIGCONT)
+            asking.join(60)
         server.process.wait(60)
         if (who, number) == ("server", signal.SIGKILL):
             # vLLM's engine goes on without its server: its memory is held, so its segment lives, and kvctl says who it is.
