@@ -1,6 +1,7 @@
 """What goes next: the sums are right whatever is done, nothing pinned goes, and S3-FIFO keeps what is used from a scan."""
 
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -97,3 +98,17 @@ def share_found(*, scan_resistant: bool) -> float:
 def test_what_is_read_once_does_not_drive_out_what_is_read_often() -> None:
     assert share_found(scan_resistant=False) < 0.5
     assert share_found(scan_resistant=True) > 0.9
+
+
+@pytest.mark.parametrize("scan_resistant", [False, True])
+def test_a_value_takes_the_memory_that_the_documentation_says(scan_resistant: bool) -> None:
+    """daemon/ADAPTERS.md: about 500 bytes. A terabyte in values of 1 MiB is half a gigabyte of index: not to grow unnoticed."""
+    ledger, count = Ledger(scan_resistant=scan_resistant), 20_000
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            ledger.add(name(number << 300), entry((1 << 20) + number))
+        assert tracemalloc.get_traced_memory()[0] - before < 550 * count
+    finally:
+        tracemalloc.stop()
