@@ -255,7 +255,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before their request is scheduled: there is nothing to wait for."""
+        """Loads are complete before their request is scheduled: there is nothing to wait for.
+
+        Layer by layer beside the forward pass is what the engine offers for synchronous loads only, and those are not safe in
+        0.32: their blocks count as cached at once, so when a load fails, other requests with this prefix are computed from
+        what was never filled (seen: wrong tokens, with a chunk limit that lets them run before the first one is recomputed).
+        """
 
     @guarded(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
@@ -356,7 +361,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduler.match(request, num_computed_tokens) if self._scheduler is not None else 0
-        return tokens, bool(tokens)
+        return tokens, bool(tokens)  # asynchronous, always: see wait_for_layer_load
 
     @guarded(_nothing)
     def update_state_after_alloc(self, request: "Request", blocks: Any, num_external_tokens: int) -> None:

@@ -1,6 +1,5 @@
 """The connector in other arrangements: several processes, two ranks, preemption, beside another connector, one-way roles."""
 
-import types
 from pathlib import Path
 from typing import Any
 
@@ -183,21 +182,6 @@ def test_another_hash_seed_shares_nothing_and_is_told_apart(kvd_daemon: MakeDaem
         assert "PYTHONHASHSEED" in engine.text()
     with Engine(model(), daemon.socket, env={"PYTHONHASHSEED": "0"}) as engine:
         assert engine.one(one)["cached"] == 992
-
-
-@pytest.mark.parametrize(("role", "late"), [("kv_producer", False), ("kv_both", True), ("kv_consumer", True)])
-def test_the_outermost_role_says_whether_blocks_are_freed_late(monkeypatch: pytest.MonkeyPatch, role: str, late: bool) -> None:
-    """Before a transport the outermost connector is a producer: the engine then frees blocks that a step still writes into."""
-    from vllm.config import KVTransferConfig
-
-    from kvd.connector import connector
-
-    outermost = types.SimpleNamespace(_kv_transfer_config=KVTransferConfig(kv_connector="MultiConnector", kv_role=role))
-    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(connector, "get_kv_transfer_group", lambda: outermost)
-    assert connector._frees_late() is late
-    monkeypatch.setattr(connector, "has_kv_transfer_group", lambda: False)
-    assert not connector._frees_late(), "what is not known is fenced"
 
 
 def test_without_a_daemon_an_engine_starts_and_serves(tmp_path: Path) -> None:
