@@ -266,17 +266,19 @@ class Tier:
         """Wait until everything queued so far and since has been worked off."""
         await self._idle.wait()
 
-    async def flush(self) -> tuple[Durability, str]:
+    async def flush(self) -> tuple[Durability, str, int]:
         """Wait for what was queued so far, not for what comes after it, and make it as durable as this tier can.
 
-        How durable that is, and, where the tier cannot keep what it has taken, why not.
+        How durable that is, and, where the tier cannot keep what it has taken, why not, and how many values that is.
         """
         await self.erase([]).done
         try:
-            return await self._loop.run_in_executor(self._changes, self.adapter.flush), ""
+            return await self._loop.run_in_executor(self._changes, self.adapter.flush), "", 0
         except AdapterError as error:
-            self._failed(error.message)
-            return Durability.NONE, error.message
+            if not self.adapter.parts_down:  # else the rest of it works, and is not to be left alone for this
+                self._failed(error.message)
+            held = self.adapter.usage().entries if error.values is None else error.values
+            return Durability.NONE, error.message, max(1, held)
 
     def _push(self, change: Write | Erase, *, first: bool = False) -> None:
         if first:

@@ -234,16 +234,16 @@ class Tiering:
         if not self.tiers:
             return Flushed()
         reached = await asyncio.gather(*(tier.flush() for tier in self.tiers))
-        weakest = min(durability for durability, _ in reached)
+        weakest = min(durability for durability, _, _ in reached)
         refused = set().union(*(tier.untaken for tier in self.tiers))
-        failed = [tier for tier, (_, why) in zip(self.tiers, reached, strict=True) if why]
+        lost = sum(values for _, _, values in reached)
         if identities:
             held = self.has(identities)
             left = sum(identity in refused or not there for identity, there in zip(identities, held, strict=True))
-            left = len(identities) if failed else left
+            left = len(identities) if lost else left
         else:
-            left = len(refused) + sum(max(1, tier.adapter.usage().entries) for tier in failed)
-        return Flushed(Durability.NONE if left else weakest, left, "; ".join(why for _, why in reached if why))
+            left = len(refused) + lost
+        return Flushed(Durability.NONE if left else weakest, left, "; ".join(why for _, why, _ in reached if why))
 
     def stranded(self) -> Flushed | None:
         """What waits in vain for tiers that do not work; None where all of them do."""

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.store.identity import Identity
 from kvd.store.retention import Retention
-from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, Item, Loaded, Want
+from kvd.tiers.adapters.base import AdapterConfigError, AdapterError, Durability, Item, Loaded, Want
 from kvd.tiers.adapters.disk import DiskAdapter
 from kvd.tiers.adapters.stripe import Stripe
 from tests.kvd.tiers.ram_tier import RamTier
@@ -220,6 +220,28 @@ def test_a_folder_that_failed_is_named_once_and_probed_less_and_less(
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert said[0] == "tier disk: disk0 does not work: disk0: cannot write to d0: I/O error; serving without it"
     assert len(said) < 12, "two hundred seconds of it: 1, 2, 4, 8, 16, 30, 30, ..."
+    stripe.close()
+
+
+def test_a_flush_owns_up_to_what_a_folder_that_does_not_work_holds(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stripe = on_disk(tmp_path, clock)
+    stripe.store([item(n, b"x") for n in range(60)])
+    assert stripe.flush() is Durability.FSYNC
+    first = stripe._members[0].adapter
+    break_first(stripe, monkeypatch)
+    stripe.store([item(n, b"x") for n in range(60, 90)])
+
+    def fails(*_: object) -> None:
+        raise AdapterError("disk0: d0 does not keep what is in it: I/O error")
+
+    monkeypatch.setattr(first, "flush", fails)
+    with pytest.raises(AdapterError, match="I/O error") as caught:
+        stripe.flush()
+    assert caught.value.values == first.usage().entries > 0
+    monkeypatch.undo()
+    assert stripe.flush() is Durability.FSYNC
     stripe.close()
 
 

@@ -38,6 +38,9 @@ LISTED = 1000
 class AdapterError(KvError):
     """The adapter could not do its work (I/O error, server away): counts against its breaker; the daemon serves on."""
 
+    values: int | None = None
+    """Of a flush that failed: how many values it could not keep, where that is not all it holds."""
+
 
 class AdapterFull(AdapterError):
     """No room, and nothing that may be evicted (ENOSPC, free-space floor)."""

@@ -479,14 +479,18 @@ class Stripe(Adapter):
         return total
 
     def flush(self) -> Durability:
-        weakest, failure = Durability.FSYNC, None
+        weakest, failure, lost = Durability.FSYNC, None, 0
         for member in self._members:
-            if self._usable(member):
-                try:
-                    weakest = min(weakest, member.adapter.flush())
-                except AdapterError as error:  # the others are flushed all the same
-                    failure = error
+            if not member.open:
+                continue  # what it holds was there before, and is no worse for this run
+            try:
+                weakest = min(weakest, member.adapter.flush())
+            except AdapterError as error:  # the others are flushed all the same
+                held = member.adapter.usage().entries
+                if held or self._usable(member):
+                    failure, lost = error, lost + held
         if failure is not None:
+            failure.values = lost
             raise failure
         return weakest
 
