@@ -309,6 +309,25 @@ def test_a_folder_that_was_removed_keeps_nothing_and_says_so(tmp_path, caplog, d
     assert caplog.text.count("ends with this process") == 1
 
 
+def test_a_file_that_an_eviction_takes_away_meanwhile_was_not_removed(tmp_path, monkeypatch):
+    adapter = opened(tmp_path / "tier", 1 << 20)
+    assert put(adapter, identity(1), value(1, 9000))
+    nameless = adapter._syncer.nameless
+
+    def evicted_first(fd: int) -> bool:
+        if fd != adapter._lock_fd:
+            adapter.delete([identity(1)])  # the only value of its region, which goes as a whole
+        return nameless(fd)
+
+    monkeypatch.setattr(adapter._syncer, "nameless", evicted_first)
+    adapter._presence.look(list(adapter._catalog.regions.values()))
+    assert not list((tmp_path / "tier").glob("*.kvcache")), "it was pinned, so its file went"
+    assert adapter.parts_down == 0
+    monkeypatch.undo()
+    assert put(adapter, identity(2), value(2, 9000))
+    adapter.close()
+
+
 def test_an_idle_tier_notices_that_its_folder_was_removed(tmp_path, caplog):
     adapter = opened(tmp_path / "tier", 1 << 20, housekeeping_s=0.01)
     assert put(adapter, identity(1), value(1, 9000))

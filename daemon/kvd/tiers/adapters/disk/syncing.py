@@ -103,7 +103,10 @@ class Syncer:
                 region.pins += 1
         removed = 0
         for region in pinned:
-            removed += not region.unlinked and self.nameless(region.fd)
+            nameless = self.nameless(region.fd)
+            with self._catalog.changed:
+                # An eviction says so first, and takes the name then.
+                removed += nameless and region.state is not State.GONE
             self._files.unpin(region)
         return removed
 
