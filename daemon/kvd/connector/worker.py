@@ -422,7 +422,7 @@ class Worker:
             raise strange
         # Nothing came: it is still on its way from a tier (ask again), or it is gone.
         if not copied and not client.exists([moves[0].key], namespace=namespace)[0]:
-            raise LoadFailed("a chunk is gone", place, (moves[0].key,))
+            raise LoadFailed(f"a chunk is gone{_fate(client, moves[0].key, namespace)}", place, (moves[0].key,))
         return copied
 
     def _pin(self, index: int, namespace: bytes, moves: Sequence[Move]) -> bytes | None:
@@ -454,3 +454,14 @@ class Worker:
         if token is not None:
             with contextlib.suppress(Down, KvdError):
                 self._load_link.call(lambda client: client.unpin(token, namespace=namespace))
+
+
+def _fate(client: Any, key: bytes, namespace: bytes) -> str:
+    """What the daemon remembers of a value that is gone (evicted, damaged, ...), for the log; '' for nothing."""
+    from kvd.connector.explain import sentence
+
+    try:
+        notes = client.why([key], namespaces=[namespace]).notes[0][0]
+    except KvdError:
+        return ""
+    return f": {sentence(notes[0], time.time_ns())}" if notes else ""

@@ -172,6 +172,19 @@ def test_a_missing_chunk_spoils_what_comes_after_it_and_nothing_before(bench: An
     assert np.array_equal(one.memory.block(10), one.memory.block(1))
 
 
+def test_a_chunk_that_was_taken_away_is_named_with_what_became_of_it(kvd_daemon: MakeDaemon, bench: Any) -> None:
+    daemon = kvd_daemon(max_bytes="16MiB")
+    one = bench(daemon)
+    one.memory.fill(1, 1)
+    one.worker.save([Save("r", SALT, (Move(key(1), ((1,),)),))])
+    with daemon.client(namespace=salted(one.namespaces[0], SALT)) as client:
+        assert client.delete([key(1)]) == 1
+    one.worker.start([Load("q", SALT, (Move(key(1), ((9,),)),))])
+    one.outcome()
+    why, keys = one.worker.report().failed["q"]
+    assert (why.startswith("a chunk is gone: deleted by a client"), keys) == (True, (key(1),)), why
+
+
 def test_with_two_groups_the_request_fails_as_a_whole(bench: Any) -> None:
     one = bench(groups=2)
     one.worker.save([Save("a", SALT, (Move(key(1), ((1, 2), (3,))),))])
