@@ -10,6 +10,7 @@ from kvtop.snapshot import Problem, Snapshot, Stats
 from kvtop.text import UNICODE, plain, span, visible_width, width_of, wrap
 from kvtop.views import VIEWS
 from kvtop.views.base import figure, grid_of
+from kvtop.views.tiers import COLUMNS
 from tests.kvtop import scenes
 
 LONG = "tier_store_to_long_side_with_a_very_long_name_seconds"
@@ -48,6 +49,22 @@ def test_names_in_a_tiers_detail_are_whole_at_any_width(width: int) -> None:
             assert "1,234,567" in text
             assert "p50" in text
             assert "…" not in text
+
+
+def test_what_nobody_knows_a_tier_to_hold_is_not_shown_as_nothing() -> None:
+    def unknown(tick: int) -> Snapshot:
+        one = scenes.kvd(tick, tier_bytes_used__s3=0)
+        schema = scenes.series("tier_usage_known", tier="s3", type="s3")
+        return scenes.change(
+            scenes.host(tick), stats=(scenes.change(one, schema=(*one.schema, schema), values=(*one.values, 0.0)),)
+        )
+
+    model = scenes.model(3, unknown)
+    looks = {column.id: column.look for column in COLUMNS if column.look is not None}
+    nvme, s3 = (next(row.item for row in VIEWS["tiers"].rows(model) if row.item.name == name) for name in ("nvme0", "s3"))
+    assert [plain(looks[name](s3, 20, model)) for name in ("used", "entries", "bar")] == ["?", "?", "nobody can say"]
+    assert plain(looks["used"](nvme, 9, model)) != "?"
+    assert s3.share is None
 
 
 @given(

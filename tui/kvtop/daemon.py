@@ -36,6 +36,11 @@ class Tier:
         return self.get("tier_bytes_limit")
 
     @property
+    def usage_known(self) -> bool:
+        """False where nobody can say what the tier holds: its bytes and entries are 0 then, and mean nothing."""
+        return self.get("tier_usage_known", 1.0) > 0
+
+    @property
     def broken(self) -> bool:
         """Whether its circuit breaker is open."""
         return self.get("tier_breaker_open") > 0

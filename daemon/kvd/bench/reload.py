@@ -20,6 +20,8 @@ from kvtools.units import format_duration, format_size
 
 CHUNK_TOKENS = 256
 SAMPLE_BYTES = 256 << 20
+BYTES_PER_TOKEN_MAX = 16 << 20
+"""Some times what the largest models with a key and a value for each head take (2.5 MiB with 65B parameters in bf16)."""
 ROUNDS = 3
 ARENA = "RAM"
 
@@ -34,9 +36,9 @@ class Prefix:
     prefill_rate: float
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bytes_per_token <= 1 << 20:
+        if not 1 <= self.bytes_per_token <= BYTES_PER_TOKEN_MAX:
             raise UsageError(
-                f"--bytes-per-token {self.bytes_per_token}", hint="of all layers, from 1 to 1MiB: 128K for an 8B model in bf16"
+                f"--bytes-per-token {self.bytes_per_token}", hint="of all layers, from 1 to 16MiB: 128K for an 8B model in bf16"
             )
         if not 1 <= self.tokens <= 16 << 20:
             raise UsageError(f"--prefix-tokens {self.tokens}", hint="from 1 to 16 million")
@@ -49,7 +51,7 @@ class Prefix:
 
     @property
     def chunk_bytes(self) -> int:
-        return min(CHUNK_TOKENS, self.tokens) * self.bytes_per_token
+        return min(CHUNK_TOKENS, self.tokens, SAMPLE_BYTES // self.bytes_per_token) * self.bytes_per_token
 
     @property
     def chunks(self) -> int:

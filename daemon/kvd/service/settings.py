@@ -372,8 +372,10 @@ def options_of(settings: Resolved) -> Options:
     if settings["durability"].origin != "default" and not value["long_path"]:
         raise UsageError("--durability without --long-path", hint="say where the disk tier lies: --long-path DIR")
     adapters = _adapters(value)
-    if value["l2_store_policy"] != "default" and not adapters:
-        raise UsageError(f"--l2-store-policy {value['l2_store_policy']} without a tier", hint="add --long-path or --l2-adapter")
+    asking = policies.Asking(policies.store_policy(value["l2_store_policy"]), policies.prefetch_policy(value["l2_prefetch_policy"]))
+    idle = [name for name in ("l2_store_policy", "l2_prefetch_policy", "promote") if value[name] not in ("default", False)]
+    if idle and not adapters:
+        raise UsageError(f"--{idle[0].replace('_', '-')} without a tier", hint="add --long-path or --l2-adapter")
     watermark, ratio = value["eviction_trigger_watermark"], value["eviction_ratio"]
     ahead = watermark is not None or ratio is not None
     if ahead and value["eviction_policy"] == "noop":
@@ -396,9 +398,7 @@ def options_of(settings: Resolved) -> Options:
         scan_resistant=value["eviction_policy"] == "S3FIFO",
         watermark=(0.8 if watermark is None else watermark) if ahead and value["eviction_policy"] != "noop" else None,
         eviction_ratio=0.2 if ratio is None else ratio,
-        policies=policies.Asking(
-            policies.store_policy(value["l2_store_policy"]), policies.prefetch_policy(value["l2_prefetch_policy"])
-        ),
+        policies=asking,
         prefetch_in_flight=value["l2_prefetch_max_in_flight"],
         metrics_host=value["metrics_host"],
         metrics_port=value["metrics_port"],

@@ -151,7 +151,7 @@ def test_stopped_at_any_moment(place: Place) -> None:
         (["--adapter", "{"], "--adapter is no JSON"),
         (["--prefill-rate", "9000"], "--prefill-rate without --bytes-per-token"),
         (["--adapter", "{}", "--socket", "/nowhere"], "daemon of the bench's own"),
-        (["--bytes-per-token", "2M"], "--bytes-per-token 2097152"),
+        (["--bytes-per-token", "17M"], "--bytes-per-token 17825792"),
         (["--bytes-per-token", "1K", "--prefill-rate", "nan"], "'--prefill-rate': 'nan' is no number"),
     ],
 )

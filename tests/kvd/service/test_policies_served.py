@@ -130,7 +130,9 @@ def test_values_pass_a_chain_and_a_restart(kvd_daemon: Callable[..., Daemon], tm
         (["--eviction-trigger-watermark", "1.2"], "not a share"),
         (["--eviction-ratio", "0"], "not a share"),
         (["--l2-prefetch-max-in-flight", "0"], "not a whole number from 1"),
-        (["--l2-store-policy", "skip_l1"], "without a tier"),
+        (["--l2-store-policy", "skip_l1"], "--l2-store-policy without a tier"),
+        (["--l2-prefetch-policy", "retain"], "--l2-prefetch-policy without a tier"),
+        (["--promote"], "--promote without a tier"),
         (["--long-path", "/tmp/x", "--l2-store-policy", "skipl1"], "did you mean 'skip_l1'"),
         (["--l2-prefetch-policy", "retains"], "did you mean 'retain'"),
         (

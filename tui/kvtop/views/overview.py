@@ -266,7 +266,8 @@ def _hits(model: Model, daemon: Daemon, width: int) -> Line:
 
 def _tier(model: Model, tier: Tier, width: int) -> Line:
     hits, misses = tier.get("tier_hits_total"), tier.get("tier_misses_total")
-    text = format_size(tier.used_bytes) + (f" / {format_size(tier.limit_bytes)}" if tier.limit_bytes else "")
+    used = format_size(tier.used_bytes) if tier.usage_known else "?"
+    text = used + (f" / {format_size(tier.limit_bytes)}" if tier.limit_bytes else "")
     hit = f"hit {ratio(hits / (hits + misses)):>7}" if hits + misses and width > 60 else ""
     if tier.broken:
         return (

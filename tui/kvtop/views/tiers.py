@@ -52,8 +52,13 @@ class Level:
         return f"{self.daemon.name}/{self.name}"
 
     @property
+    def known(self) -> bool:
+        """Whether anybody can say what it holds."""
+        return self.tier is None or self.tier.usage_known
+
+    @property
     def share(self) -> float | None:
-        return 100.0 * self.used_bytes / self.limit_bytes if self.limit_bytes > 0 else None
+        return 100.0 * self.used_bytes / self.limit_bytes if self.limit_bytes > 0 and self.known else None
 
     @property
     def ratio(self) -> float | None:
@@ -109,9 +114,19 @@ def _state(level: Level, width: int, model: Model) -> Line:
 
 
 def _bar(level: Level, width: int, model: Model) -> Line:
+    if not level.known:
+        return span("nobody can say", "dim")
     if level.limit_bytes <= 0:
         return span("no capacity given", "dim")
     return bar(width, [(level.used_bytes, "used")], level.limit_bytes, model.glyphs)
+
+
+def _used(level: Level, width: int, model: Model) -> Line:
+    return amount(level.used_bytes) if level.known else span("?", "dim")
+
+
+def _entries(level: Level, width: int, model: Model) -> Line:
+    return span(count(level.entries)) if level.known else span("?", "dim")
 
 
 def _size(name: str) -> object:
@@ -162,11 +177,11 @@ COLUMNS: tuple[Column, ...] = (
     Column("name", "TIER", 12, lambda v: v.name, _name, most=20, rank=0, rising=True),
     Column("type", "TYPE", 8, lambda v: v.type, most=16, rank=5, rising=True),
     Column("state", "BREAKER", 9, lambda v: "open" if v.broken else "ok", _state, rank=2, rising=True),
-    Column("used", "USED", 9, lambda v: v.used_bytes, lambda v, w, m: amount(v.used_bytes), rank=1, right=True),
+    Column("used", "USED", 9, lambda v: v.used_bytes if v.known else None, _used, rank=1, right=True),
     Column("limit", "CAPACITY", 9, lambda v: v.limit_bytes or None, _size("limit_bytes"), rank=3, right=True),  # type: ignore[arg-type]
     Column("share", "FULL", 6, lambda v: v.share, _percent, rank=4, right=True),
     Column("bar", "USAGE", 10, lambda v: v.share, _bar, most=36, rank=6),
-    Column("entries", "ENTRIES", 8, lambda v: v.entries, lambda v, w, m: span(count(v.entries)), rank=5, right=True),
+    Column("entries", "ENTRIES", 8, lambda v: v.entries if v.known else None, _entries, rank=5, right=True),
     Column("hit", "HITS", 7, lambda v: v.ratio, _hit, rank=1, right=True),
     Column("trend", "HIT RATE", 10, lambda v: v.ratio, _trend, most=24, rank=7),
     Column("load", "LOAD/S", 11, lambda v: v.hits, _throughput("load_key"), rank=3, right=True),  # type: ignore[arg-type]
@@ -220,7 +235,7 @@ def detail(model: Model, row: Row, width: int, height: int) -> Detail:
 
 def _sums(level: Level, model: Model) -> Line:
     return pairs([
-        ("used", span(format_size(level.used_bytes))), ("of", span(format_size(level.limit_bytes) if level.limit_bytes else "?")),
+        ("used", _used(level, 9, model)), ("of", span(format_size(level.limit_bytes) if level.limit_bytes else "?")),
         ("hits", span(count(level.hits))), ("misses", span(count(level.misses))), ("rate", span(ratio(level.ratio), "bold")),
         ("evictions", span(count(level.evictions))), ("corrupt", _corrupt(level, 7, model)),
     ])  # fmt: skip
