@@ -77,6 +77,7 @@ class Pool:
         self._state: Resized | None = None
         self._limits = 0
         self._published = 0.0
+        self._told_asleep = False
         self._released = False
         self._ended = threading.Event()
         self._pid = os.getpid()
@@ -172,10 +173,11 @@ class Pool:
                 break  # the sidecar is locked: again at the next look
             self._due.popleft()
             self._published = 0.0
-        if self.figures is not None and time.monotonic() - self._published > PUBLISH_S:
-            self._published = time.monotonic()
+        asleep = self.asleep
+        if self.figures is not None and (asleep != self._told_asleep or time.monotonic() - self._published > PUBLISH_S):
+            self._published, self._told_asleep = time.monotonic(), asleep
             cached, evicted = (self.cache.cached, self.cache.evicted) if self.cache is not None else (0, 0)
-            numbers = gather(self.manager, cached=cached, asleep=self.asleep)
+            numbers = gather(self.manager, cached=cached, asleep=asleep)
             self.figures.write({**numbers, "limits_total": self._limits, "evicted_blocks_total": evicted})
 
     def close(self) -> None:

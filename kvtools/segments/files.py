@@ -212,9 +212,13 @@ def process_start(pid: int) -> int:
 
 
 def _ended(pid: int) -> bool:
-    """Whether process `pid` is over and only its entry is left, for a parent that has not asked yet (or never will)."""
+    """Whether process `pid` is over and only its entry is left, for a parent that has not asked yet (or never will).
+
+    While threads of it are still ending it holds its files and locks: it is not over then.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        over = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        return over and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
     except OSError:
         return True
 

@@ -426,6 +426,28 @@ def test_a_full_shared_memory_takes_nothing_from_a_running_pool(start: Start, cl
 
 
 @pytest.mark.real("segments")
+def test_a_pool_that_falls_asleep_says_so_at_once(
+    shm_name: Name, real: Callable[..., Real], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of half a second ago beside a segment that says "nothing is mapped" would contradict it."""
+    name, one = shm_name(), real()
+    info = owner.OwnerInfo("test", start_capacity_bytes=one.geometry.capacity_bytes, page_bytes=one.geometry.page_bytes)
+    following = Pool(one.manager, MemInfoTracker(name, info, memory=one.memory), read_settings({}), figures=Figures(name))
+    try:
+        following.look()
+        assert [figures(name).get(what) for what in ("asleep", "blocks_used")] == [0, 0]
+        monkeypatch.setattr("kvtools.elastic.pool.PUBLISH_S", 3600.0)
+        assert one.manager.alloc(3) is not None
+        following.look()
+        assert figures(name).get("blocks_used") == 0, "numbers have their time"
+        following.asleep = True
+        following.look()
+        assert [figures(name).get(what) for what in ("asleep", "blocks_used", "mapped_bytes")] == [1, 3, 0]
+    finally:
+        following.close()
+
+
+@pytest.mark.real("segments")
 def test_a_forked_child_that_ends_takes_nothing_from_its_parent(shm_name: Name, real: Callable[..., Real]) -> None:
     """What an engine registers for its end, a child of a bare fork runs too."""
     name, one = shm_name(), real()

@@ -12,6 +12,7 @@ import pytest
 
 from kvtools.errors import NotFound, Refused, TimedOut, Unreachable, UsageError
 from kvtools.segments import files
+from tests.support.processes import wait_until
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "/dev/shm/x", "../x", "a\0b", "x" * 256, "ü" * 128])
@@ -104,6 +105,29 @@ def test_a_process_that_nobody_has_buried_is_gone_all_the_same() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert files.process_start(child.pid) == start, "its entry is still there"
         assert files.process_story(child.pid, start, 0) == f"pid {child.pid} is gone"
+
+
+THREADS = """
+import ctypes, platform, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("up", flush=True)
+input()
+ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)  # exit(2) of the first thread alone
+"""
+
+
+def test_a_process_whose_threads_are_still_ending_is_not_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        start = files.process_start(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        stat = Path(f"/proc/{child.pid}/stat")
+        wait_until(lambda: b") Z " in stat.read_bytes(), what="its first thread to end")
+        assert files.process_story(child.pid, start, 0) == f"pid {child.pid} runs", "it holds its locks"
+        child.kill()
 
 
 def test_waiting_for_a_flock_never_sleeps_past_its_deadline(flock_held: Path) -> None:
