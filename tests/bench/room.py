@@ -49,6 +49,8 @@ def _waiting(rounds: int) -> Result:
     return Result("room.ping", what, sorted(waits)[rounds // 2], "s", sorted(whole)[rounds // 2], middle, 0.33, at_most=True)
 
 
+TINY = b"tiny" * 8
+"""A key that the writer below does not have."""
 SYNCER = """
 import sys
 from kvd.wire.client import Client
@@ -67,7 +69,7 @@ def _beside_synced_writes(rounds: int) -> Result:
     daemon = Daemon("--durability", "fsync", max_bytes="512MiB", tier="1GiB")
     try:
         with daemon.start().client() as client:
-            assert client.put(key(1), b"tiny", retention="ephemeral")
+            assert client.put(TINY, b"tiny", retention="ephemeral")
             chance = random.Random(1)
             syncer = subprocess.Popen(
                 [sys.executable, "-c", SYNCER, str(daemon.socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -83,7 +85,7 @@ def _beside_synced_writes(rounds: int) -> Result:
                     for _ in range(80):
                         time.sleep(chance.uniform(0, 0.002))
                         begun = time.perf_counter()
-                        client.get(key(1))
+                        client.get(TINY)
                         times.append(time.perf_counter() - begun)
                     if busy:
                         assert syncer.stdout is not None
