@@ -153,7 +153,11 @@ class Engine:
         self._in: IO[str] = os.fdopen(mine_in)
 
     def __enter__(self) -> Self:
-        return self.wait()
+        try:
+            return self.wait()
+        except BaseException:  # a test's time-out, too: nobody else would end it
+            self.stop(0.0)
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.stop()
