@@ -3,6 +3,7 @@
 errors     the exception tree; each error knows its exit code and says what to do
 exits      exit codes, one IntEnum: they are an API
 units      sizes and times, parsed and printed
+urls       addresses of HTTP servers, as people type them
 output     tables, JSON, colour: data on stdout, all else on stderr
 interrupts Ctrl-C and `kill` while a command owns something that must not stay behind
 config     flag > environment > file > default, and where each value came from

@@ -81,6 +81,11 @@ def resolve(
     return result
 
 
+def is_literal(text: str) -> bool:
+    """Whether a secret is written out, and not named: what is shown of it is *** then, and whoever wrote it is warned."""
+    return not text.startswith(("env:", "file:"))
+
+
 def read_secret(text: str, environ: Mapping[str, str] | None = None) -> str:
     """The secret meant by 'env:NAME', 'file:PATH' (must be 0600 or tighter) or the text itself. Raises UsageError.
 

@@ -13,9 +13,9 @@ import os
 import socket
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvtools.errors import KvError, NotFound, TimedOut, Unreachable, UsageError
+from kvtools.urls import http_parts
 
 MAX_ANSWER = 256 << 20
 SUPPORTED = "vLLM 0.32 or newer, started with KvdConnector"
@@ -43,25 +43,16 @@ class EngineServer:
     """One engine's HTTP server. Raises UsageError for a URL that names none."""
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
-        wrong = f"not an engine's URL: {url!r}"
         try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-        except ValueError:  # brackets that hold no IPv6 address
-            raise UsageError(wrong, hint="such as http://127.0.0.1:8000") from None
-        # A request line takes ASCII without blanks; what else there is in a path is written %C3%BC.
-        plain = all("!" <= char <= "~" for char in url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or not plain:
-            raise UsageError(wrong, hint="such as http://127.0.0.1:8000")
-        try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if port == 0:
-            raise UsageError(wrong, hint="the port is a number from 1 to 65535")
+            parts, self._host, port = http_parts(url if "://" in url else f"http://{url}")
+            if parts.query or parts.fragment:
+                raise ValueError
+        except ValueError as error:
+            raise UsageError(f"not an engine's URL: {url!r}", hint=str(error) or "such as http://127.0.0.1:8000") from None
         if not timeout_s > 0:
             raise UsageError("a timeout of 0 leaves the engine no time to answer", hint="such as --timeout 10s")
         self._port = port or (443 if parts.scheme == "https" else 80)
-        self._host, self._secure = parts.hostname, parts.scheme == "https"
+        self._secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"

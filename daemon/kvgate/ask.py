@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote as _quote
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
-from kvtools.config import read_secret
+from kvtools.config import is_literal, read_secret
 from kvtools.errors import KvError, NotFound, Refused, TimedOut, Unreachable, UsageError
 from kvtools.output import note
+from kvtools.urls import http_parts
 
 TIMEOUT_S = 10.0
 ACTION_TIMEOUT_S = 600.0
@@ -35,22 +36,17 @@ def post(url: str, path: str, key: str, *, query: Mapping[str, Any] | None = Non
 
 
 def _ask(method: str, url: str, path: str, key: str, query: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    wrong = UsageError(f"not a gate's URL: {url!r}", hint="write it as http://127.0.0.1:8080")
     try:
-        where = urlsplit(url)
-        port = where.port
-    except ValueError:  # brackets that hold no IPv6 address, a port that is no number
-        raise wrong from None
-    # A request line takes ASCII without blanks; what else there is in a path is written %C3%BC.
-    if where.scheme not in {"http", "https"} or not where.hostname or port == 0 or not all("!" <= char <= "~" for char in url):
-        raise wrong
+        where, host, port = http_parts(url)
+    except ValueError:
+        raise UsageError(f"not a gate's URL: {url!r}", hint="write it as http://127.0.0.1:8080") from None
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
-    if key and not key.startswith(("env:", "file:")):
+    if key and is_literal(key):
         note("--key has the key itself, which other users can read in the list of processes: use env:NAME or file:PATH")
     headers = {"authorization": f"Bearer {read_secret(key)}"} if key else {}
     target = where.path.rstrip("/") + path + (f"?{urlencode(query, doseq=True)}" if query else "")
     try:
-        connection = kind(where.hostname, port, timeout=timeout_s)
+        connection = kind(host, port, timeout=timeout_s)
         connection.request(method, target, headers=headers)
         answer = connection.getresponse()
         status, text = answer.status, answer.read(16 << 20)

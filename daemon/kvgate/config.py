@@ -24,7 +24,7 @@ from typing import Any
 from kvgate import sections
 from kvgate.errors import ConfigError
 from kvgate.sections import Read, Section, did_you_mean, load_yaml, seconds, size, text, texts, whole, yes_no
-from kvtools.config import read_secret
+from kvtools.config import is_literal, read_secret
 from kvtools.output import note, printable
 from kvtools.units import format_size
 
@@ -363,7 +363,7 @@ def _settings(section: Section, config: ModelConfig, base: GateConfig) -> ModelC
 
 
 def _secret(section: Section, given: str) -> str:
-    if not given.startswith(("env:", "file:")):
+    if is_literal(given):
         note(f"{section.file}: {printable(section.path)}.api_key is written out: env:NAME or file:PATH keeps it out of this file")
     return read_secret(given)
 

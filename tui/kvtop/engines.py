@@ -13,9 +13,9 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
 
 from kvtools.errors import UsageError
+from kvtools.urls import http_parts
 from kvtop.snapshot import Engine
 
 EVERY_S = 2.0
@@ -38,19 +38,15 @@ _NAMES: dict[str, str] = {
 
 def check_url(text: str) -> str:
     """The address as host:port/path, from 'host:8000' or 'http://host:8000/metrics'. Raises UsageError."""
-    wrong = UsageError(f"not an engine's address: {text!r}", hint="write HOST:PORT or http://HOST:PORT/metrics")
-    # A request line takes ASCII without blanks; what else there is in a path is written %C3%BC.
-    if not all("!" <= char <= "~" for char in text):
-        raise wrong
     try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        port = 80 if parts.port is None else parts.port
+        parts, host, port = http_parts(text if "://" in text else f"http://{text}", ("http",))
+        if parts.username is not None:
+            raise ValueError
     except ValueError:
-        raise wrong from None
-    if parts.scheme != "http" or not parts.hostname or not port or parts.username is not None:
-        raise wrong
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{host}:{port}{parts.path or '/metrics'}{f'?{parts.query}' if parts.query else ''}"
+        hint = "write HOST:PORT or http://HOST:PORT/metrics"
+        raise UsageError(f"not an engine's address: {text!r}", hint=hint) from None
+    host = f"[{host}]" if ":" in host else host
+    return f"{host}:{port or 80}{parts.path or '/metrics'}{f'?{parts.query}' if parts.query else ''}"
 
 
 def parse(text: str, url: str) -> Engine:

@@ -244,6 +244,25 @@ def test_a_watermark_drops_a_share(subject: Subject) -> None:
         assert adapter.usage().bytes_used < peak
 
 
+def _damaged(subject: Subject, how: str) -> bytes:
+    """The first value's object with this done to it."""
+    whole = subject.raw(ident(1))
+    flipped = bytearray(whole)
+    flipped[envelope.SIZE + 2500] ^= 0x10
+    head = bytearray(whole)
+    head[80] ^= 1
+    return {
+        "empty": b"",
+        "truncated": whole[:-1],
+        "header": whole[: envelope.SIZE],
+        "longer": whole + b"\0",
+        "flipped": bytes(flipped),
+        "head flipped": bytes(head),
+        "foreign": subject.raw(ident(2)),
+        "noise": random.Random(5).randbytes(len(whole)),
+    }[how]
+
+
 @damageable
 @pytest.mark.parametrize(
     "where", ["missing", "empty", "truncated", "header", "longer", "flipped", "head flipped", "foreign", "noise"]
@@ -252,25 +271,10 @@ def test_a_damaged_object_is_a_miss_that_can_be_stored_again(subject: Subject, w
     with subject.opened() as adapter:
         put(adapter, 1)
         put(adapter, 2)
-        whole = subject.raw(ident(1))
-        flipped = bytearray(whole)
-        flipped[envelope.SIZE + 2500] ^= 0x10
-        head = bytearray(whole)
-        head[80] ^= 1
-        damage = {
-            "empty": b"",
-            "truncated": whole[:-1],
-            "header": whole[: envelope.SIZE],
-            "longer": whole + b"\0",
-            "flipped": bytes(flipped),
-            "head flipped": bytes(head),
-            "foreign": subject.raw(ident(2)),
-            "noise": random.Random(5).randbytes(len(whole)),
-        }
         if where == "missing":
             subject.remove(ident(1))
         else:
-            subject.set_raw(ident(1), damage[where])
+            subject.set_raw(ident(1), _damaged(subject, where))
         result = get(adapter, 1)
         if where == "longer" and subject.slack:
             assert result == body(1)
@@ -295,19 +299,7 @@ def test_damage_that_a_look_up_sees_is_counted_and_taken_away(
     with subject.opened() as adapter:
         put(adapter, 1)
         put(adapter, 2)
-        whole = subject.raw(ident(1))
-        head = bytearray(whole)
-        head[80] ^= 1
-        damage = {
-            "empty": b"",
-            "truncated": whole[:-1],
-            "header": whole[: envelope.SIZE],
-            "longer": whole + b"\0",
-            "head flipped": bytes(head),
-            "foreign": subject.raw(ident(2)),
-            "noise": random.Random(5).randbytes(len(whole)),
-        }
-        subject.set_raw(ident(1), damage[where])
+        subject.set_raw(ident(1), _damaged(subject, where))
         hits = adapter.lookup([ident(1), ident(2), ident(3)])
         assert [hit is not None for hit in hits[1:]] == [True, False]
         if hits[0] is not None or (where == "empty" and subject.empty_is_missing):

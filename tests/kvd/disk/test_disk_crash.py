@@ -202,6 +202,16 @@ def run_seed(seed: int, durability: Durability, *, power: bool, small: bool) -> 
         history.crash_and_check()
 
 
+def run_seeds(seeds, durability, *, power, small):
+    """`run_seed` of each; what fails says which it was."""
+    for seed in seeds:
+        try:
+            run_seed(seed, durability, power=power, small=small)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
 CASES = [
     pytest.param(Durability.FSYNC, True, False, id="power-cut-fsync"),
     pytest.param(Durability.FSYNC, True, True, id="power-cut-fsync-evicting"),
@@ -216,24 +226,14 @@ CASES = [
 
 @pytest.mark.parametrize(("durability", "power", "small"), CASES)
 def test_crash_at_any_operation(durability, power, small):
-    for seed in range(25):
-        try:
-            run_seed(seed, durability, power=power, small=small)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_seeds(range(25), durability, power=power, small=small)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("durability", "power", "small"), CASES)
 def test_crash_at_any_operation_thousands_of_seeds(durability, power, small):
-    for seed in range(1000, 4000):
-        try:
-            run_seed(seed, durability, power=power, small=small)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_seeds(range(1000, 4000), durability, power=power, small=small)
 
 
 class Full(History):
@@ -257,12 +257,7 @@ class Full(History):
 @pytest.mark.parametrize(("durability", "power", "small"), CASES)
 def test_a_crash_where_deletes_found_no_room(durability, power, small, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "History", Full)
-    for seed in range(8):
-        try:
-            run_seed(seed, durability, power=power, small=small)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    run_seeds(range(8), durability, power=power, small=small)
 
 
 class Kind(random.Random):

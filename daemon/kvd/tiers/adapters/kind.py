@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, Capabilities
-from kvtools.config import read_secret
+from kvtools.config import is_literal, read_secret
 from kvtools.errors import UsageError
 from kvtools.units import parse_duration, parse_size
 
@@ -136,7 +136,7 @@ def _read(where: str, field: Field, value: Any) -> Any:
     if field.secret:
         if not isinstance(value, str):
             raise UsageError("not a text")
-        if not value.startswith(("env:", "file:")):
+        if is_literal(value):
             log.warning("%s: %s is written out in the configuration; env:NAME or file:PATH is safer", where, field.name)
         value = read_secret(value)
     return field.parse(value)

@@ -29,7 +29,7 @@ from kvd.tiers.adapters.kind import (
     text,
     word,
 )
-from kvtools.config import load_object
+from kvtools.config import is_literal, load_object
 from kvtools.errors import KvError, UsageError
 from kvtools.units import format_size
 
@@ -66,7 +66,7 @@ def _hidden(value: Any) -> Any:
     """The value of a secret field as it may be shown: where it comes from, or ***."""
     if isinstance(value, list):
         return [_hidden(one) for one in value]
-    return _redacted(value) if not isinstance(value, str) or value.startswith(("env:", "file:")) else "***"
+    return _redacted(value) if not isinstance(value, str) or not is_literal(value) else "***"
 
 
 def parse_spec(given: str, option: str = "--l2-adapter") -> Spec:
