@@ -29,7 +29,7 @@ from kvtools.segments import owner, pool
 from kvtools.segments.stats import instance_of_pool, remove_unlocked, stats_name
 from tests.bench.measure import Result
 from tests.bench.startup import cpu_seconds
-from tests.support.engine import PYTHON, Engine, model, prompt
+from tests.support.engine import PYTHON, Engine, installed, model, prompt
 from tests.support.processes import PREFIX, SCRIPTS, SHARED_MEMORY, compile_sources
 
 BLOCK_S, PAGE_S, LIMIT_S, THROUGHPUT, LIST = 2e-6, 20e-6, 0.2, 0.97, 8.0
@@ -234,7 +234,7 @@ def measure(*, quick: bool = False) -> Iterator[Result]:
         at_most=True,
     )
     yield from _lists(quick)
-    if Path(PYTHON).exists():
+    if installed("elastic: an engine's throughput"):
         yield from _engines(quick)
 
 

@@ -7,11 +7,10 @@ block is new): prefill of 1000 tokens and 16 decoded, several requests at once. 
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.bench.measure import Result, in_turn
 from tests.support.daemon import Daemon
-from tests.support.engine import PYTHON, Engine, model, prompt
+from tests.support.engine import Engine, installed, model, prompt
 
 BUDGET = 0.97
 TOKENS, DECODED, BATCH = 1000, 16, 4
@@ -19,7 +18,7 @@ TOKENS, DECODED, BATCH = 1000, 16, 4
 
 def measure(*, quick: bool = False) -> Iterator[Result]:
     """One result: tokens a second with saving on, the floor is without a connector."""
-    if not Path(PYTHON).exists():
+    if not installed("throughput"):
         return
     daemon = Daemon(max_bytes="1GiB")
     seeds = iter(range(1_000_000))

@@ -35,6 +35,14 @@ TRANSFER = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "kv_connector_
 MODELS = Path(tempfile.gettempdir()) / f"kvt-models-{os.getuid()}"
 
 
+def installed(what: str) -> bool:
+    """Whether there is an engine. Where there is none, `what` is said not to be measured: a table without it looks complete."""
+    there = Path(PYTHON).exists()
+    if not there:
+        print(f"{what}: not measured, there is no .venv-vllm (`make test` makes it)", file=sys.stderr)
+    return there
+
+
 @functools.cache
 def model(kind: str = "llama", size: str = "tiny") -> Path:
     """A model made once per machine. It is deterministic, so it stays for the next run."""

@@ -7,6 +7,7 @@ slab       the same on an NVMe drive
 extents    which bytes of the arena are free
 compact    which values to move, so that scattered free pages become one run
 index      identity -> entry, least recently used first, per retention class
+table      identity -> row number, packed: what adapters with an index in memory look up by
 accounts   who uses what: figures a namespace, a bounded number of them
 tombstones why values are gone: the last fates, for kvd why
 s3fifo     an eviction order that a scan does not upset

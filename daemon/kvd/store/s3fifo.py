@@ -10,10 +10,11 @@ Everything is O(1) amortised and a few bytes a row: the queues are doubly linked
 vector operation a batch, the ghost is a table of fingerprints. Values that may not go now (pinned, or on their way to a
 tier) are put to the other end of their queue; after SCAN of those the caller looks at all rows instead, as LRU does.
 
-Not thread-safe: the event loop owns it, through the index.
+Not thread-safe: the event loop owns it, through the index; in adapters the owner of a `Ledger`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,46 +74,101 @@ class Ghost:
         return range(first, first + WAYS), mixed >> 32 | 1
 
 
-class Queues:
-    """Both queues of every class. `blocked(slot, spare_dirty)` says whether a value may not go now."""
+class Links:
+    """First in, first out: two queues a class, doubly linked through columns, and the bytes in each. Row 0 is never used."""
 
-    def __init__(self, classes: int, blocked: Callable[[int, bool], bool]) -> None:
-        self._blocked = blocked
+    def __init__(self, classes: int) -> None:
         self._rows = 0
         self._ends = [[0, 0, 0] for _ in range(classes)]  # newest of each queue
         self._starts = [[0, 0, 0] for _ in range(classes)]  # oldest
         self._bytes = [[0, 0, 0] for _ in range(classes)]
-        self._count = 0
-        self.ghost = Ghost()
 
     newer: npt.NDArray[np.uint32]
     older: npt.NDArray[np.uint32]
     queue: npt.NDArray[np.uint8]
-    uses: npt.NDArray[np.uint8]
+    """The queue a row is in; 0 where it is in none."""
+    columns: tuple[tuple[str, type], ...] = (("newer", np.uint32), ("older", np.uint32), ("queue", np.uint8))
 
     def grow(self, rows: int) -> None:
         """Have that many rows."""
-        for name, kind in (("newer", np.uint32), ("older", np.uint32), ("queue", np.uint8), ("uses", np.uint8)):
-            column = np.zeros(rows, dtype=kind)
+        for name, kind in self.columns:
+            column: npt.NDArray[Any] = np.zeros(rows, dtype=kind)
             if self._rows:
                 column[: self._rows] = getattr(self, name)
             setattr(self, name, column)
-        self._newer_of, self._older_of = self.newer.data, self.older.data
-        self._queue_of, self._uses_of = self.queue.data, self.uses.data
+        self._newer_of, self._older_of, self._queue_of = self.newer.data, self.older.data, self.queue.data
         self._rows = rows
+
+    def push(self, slot: int, klass: int, queue: int, length: int) -> None:
+        """To the new end of a queue."""
+        end = self._ends[klass][queue]
+        self._older_of[slot] = end
+        self._newer_of[slot] = 0
+        if end:
+            self._newer_of[end] = slot
+        else:
+            self._starts[klass][queue] = slot
+        self._ends[klass][queue] = slot
+        self._queue_of[slot] = queue
+        self._bytes[klass][queue] += length
+
+    def pull(self, slot: int, klass: int, length: int) -> int:
+        """Out of the queue it is in; which that was."""
+        queue = self._queue_of[slot]
+        older, newer = self._older_of[slot], self._newer_of[slot]
+        if older:
+            self._newer_of[older] = newer
+        else:
+            self._starts[klass][queue] = newer
+        if newer:
+            self._older_of[newer] = older
+        else:
+            self._ends[klass][queue] = older
+        self._queue_of[slot] = 0
+        self._bytes[klass][queue] -= length
+        return queue
+
+    def renew(self, slot: int, klass: int, length: int) -> None:
+        """To the new end of the queue it is in."""
+        self.push(slot, klass, self.pull(slot, klass, length), length)
+
+    def oldest_first(self, klass: int, queue: int) -> Iterator[int]:
+        """One queue's rows; not to be changed meanwhile."""
+        slot = self._starts[klass][queue]
+        while slot:
+            yield slot
+            slot = self._newer_of[slot]
+
+
+class Queues(Links):
+    """Both queues of every class. `blocked(slot, spare_dirty)` says whether a value may not go now."""
+
+    def __init__(self, classes: int, blocked: Callable[[int, bool], bool]) -> None:
+        super().__init__(classes)
+        self._blocked = blocked
+        self._count = 0
+        self.ghost = Ghost()
+
+    uses: npt.NDArray[np.uint8]
+    columns = (*Links.columns, ("uses", np.uint8))
+
+    def grow(self, rows: int) -> None:
+        super().grow(rows)
+        self._uses_of = self.uses.data
 
     # ---- what happens to values --------------------------------------------------------------------------------------
 
-    def added(self, slot: int, klass: int, key: bytes, length: int) -> None:
-        """A new value; one that left not long ago goes to the main queue."""
+    def added(self, slot: int, klass: int, key: bytes, length: int, *, main: bool = False) -> None:
+        """A new value; one that left not long ago goes to the main queue, and so does one of which `main` is said."""
         self._uses_of[slot] = 0
         self._count += 1
-        self._push(slot, klass, MAIN if self.ghost.take(key, self._count) else SMALL, length)
+        known = self.ghost.take(key, self._count)
+        self.push(slot, klass, MAIN if known or main else SMALL, length)
 
     def removed(self, slot: int, klass: int, length: int) -> None:
         """A value that is not there any more."""
         self._count -= 1
-        self._pull(slot, klass, length)
+        self.pull(slot, klass, length)
 
     def used(self, slots: npt.NDArray[np.int64]) -> None:
         """These were read."""
@@ -136,49 +192,17 @@ class Queues:
             length = length_of[slot]
             if self._blocked(slot, spare_dirty):
                 skipped += 1
-                self._pull(slot, klass, length)
-                self._push(slot, klass, SMALL if small else MAIN, length)
+                self.renew(slot, klass, length)
             elif small and self._uses_of[slot] >= MOVE_AT:
-                self._pull(slot, klass, length)
+                self.pull(slot, klass, length)
                 self._uses_of[slot] = 0
-                self._push(slot, klass, MAIN, length)
+                self.push(slot, klass, MAIN, length)
             elif not small and self._uses_of[slot]:
                 self._uses_of[slot] -= 1
-                self._pull(slot, klass, length)
-                self._push(slot, klass, MAIN, length)
+                self.renew(slot, klass, length)
             else:
                 key = key_of(slot)
                 if small and key is not None:
                     self.ghost.add(key, self._count)
                 return slot
         return 0
-
-    # ---- links -------------------------------------------------------------------------------------------------------
-
-    def _push(self, slot: int, klass: int, queue: int, length: int) -> None:
-        """To the new end of a queue."""
-        end = self._ends[klass][queue]
-        self._older_of[slot] = end
-        self._newer_of[slot] = 0
-        if end:
-            self._newer_of[end] = slot
-        else:
-            self._starts[klass][queue] = slot
-        self._ends[klass][queue] = slot
-        self._queue_of[slot] = queue
-        self._bytes[klass][queue] += length
-
-    def _pull(self, slot: int, klass: int, length: int) -> None:
-        """Out of the queue it is in."""
-        queue = self._queue_of[slot]
-        older, newer = self._older_of[slot], self._newer_of[slot]
-        if older:
-            self._newer_of[older] = newer
-        else:
-            self._starts[klass][queue] = newer
-        if newer:
-            self._older_of[newer] = older
-        else:
-            self._ends[klass][queue] = older
-        self._queue_of[slot] = 0
-        self._bytes[klass][queue] -= length

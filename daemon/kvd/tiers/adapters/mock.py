@@ -110,8 +110,7 @@ class MockAdapter(Adapter):
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         now = self._clock_ns()
         with self._lock:
-            entries = [self._ledger.get(identity, now) for identity in identities]
-        return [entry.hit if entry is not None else None for entry in entries]
+            return [self._ledger.hit(identity, now) for identity in identities]
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         self._take(sum(len(want.into) for want in wants))
@@ -119,11 +118,11 @@ class MockAdapter(Adapter):
 
     def _load(self, want: Want) -> Loaded:
         with self._lock:
-            entry = self._ledger.get(want.identity, self._clock_ns())
-            lost = entry is not None and self.loss > 0 and self._random.random() < self.loss
+            hit = self._ledger.hit(want.identity, self._clock_ns())
+            lost = hit is not None and self.loss > 0 and self._random.random() < self.loss
             if lost:
                 self._forget(want.identity)
-            if entry is None or lost or entry.hit.length != len(want.into):
+            if hit is None or lost or hit.length != len(want.into):
                 self.counters.misses += 1
                 return Loaded.MISS
             data, checksum = self._values[want.identity]
@@ -145,9 +144,7 @@ class MockAdapter(Adapter):
         return held
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        with self._lock:
-            rows = list(self._ledger.items(self._clock_ns()))
-        yield from rows
+        return self._ledger.items(self._lock, self._clock_ns())
 
     def usage(self) -> Usage:
         with self._lock:

@@ -12,12 +12,16 @@ A service that is away, at start too, is an adapter that fails: its breaker open
 
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
 from kvd.store.retention import Retention, expired
@@ -68,6 +72,7 @@ class ObjectAdapter(Adapter):
         self._ledger = Ledger(scan_resistant=self.eviction.scan_resistant)
         self._usage = Usage(0, max_bytes, 0)
         self._listed = False
+        self._ages = array("d", [math.inf])  # while it is listed: of what has this place. 0: stored by us meanwhile
         self._closing = False
 
     # ---- what a service does -----------------------------------------------------------------------------------------
@@ -135,17 +140,29 @@ class ObjectAdapter(Adapter):
         with self._room:
             if self._listed:
                 return
-            rows = sorted(self._objects())
-            with self._lock:
-                for _, length, identity in rows:
-                    if self._max_bytes:
-                        if self._ledger.get(identity, 0) is None:  # stored while we listed: known better already
-                            hit = Hit(max(0, length - envelope.SIZE), Retention.LONG)
-                            self._ledger.add(identity, Entry(0, length, hit))
-                    else:
-                        self._usage.bytes_used += length
-                        self._usage.entries += 1
+            if self._max_bytes:
+                self._list_into_ledger()
+            else:
+                total = entries = 0
+                for _, length, _ in self._objects():
+                    total += length
+                    entries += 1
+                with self._lock:
+                    self._usage.bytes_used += total
+                    self._usage.entries += entries
             self._listed = True
+
+    def _list_into_ledger(self) -> None:
+        """Entries as they come, and then their order. A listing that fails half-way is gone through again from its beginning."""
+        for age, length, identity in self._objects():
+            with self._lock:
+                if identity not in self._ledger:  # else it is known from before the listing failed, or better
+                    hit = Hit(max(0, length - envelope.SIZE), Retention.LONG)
+                    self._ledger.add(identity, Entry(len(self._ages), length, hit))
+                    self._ages.append(age)
+        with self._lock:
+            self._ledger.sort(np.array(self._ages))
+            del self._ages[1:]
 
     def _note_stored(self, item: Item, total: int) -> None:
         with self._lock:

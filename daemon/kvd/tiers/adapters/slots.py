@@ -18,9 +18,12 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvd.store.identity import Identity
@@ -126,7 +129,7 @@ class SlotAdapter(Adapter):
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._ledger = self.ledger(scan_resistant=self.eviction.scan_resistant)
-        self._free: list[int] = []
+        self._free = array("Q")
         self._slots = 0
         self._sequence = 0
         self._generation = 0
@@ -191,36 +194,41 @@ class SlotAdapter(Adapter):
         self._medium.write(0, [block])
 
     def _recover(self) -> None:
-        """Read all headers; the higher sequence number wins, and the loser is wiped."""
-        self._ledger, self._free, self._sequence = self.ledger(scan_resistant=self.eviction.scan_resistant), [], 0
-        rows: list[tuple[int, int, envelope.Head]] = []
+        """Read all headers; of two of one identity the higher sequence number wins, and the loser is wiped."""
+        self._ledger, self._sequence = self.ledger(scan_resistant=self.eviction.scan_resistant), 0
+        sequences = np.zeros(self._slots, dtype=np.uint64)
+        taken = np.zeros(self._slots, dtype=np.bool_)
         share = -(-self._slots // RECOVERY_THREADS)
         with ThreadPoolExecutor(RECOVERY_THREADS) as threads:
-            for part in threads.map(self._headers, range(0, self._slots, share), [share] * RECOVERY_THREADS):
-                rows += part
-        taken = set()
-        now = self._clock_ns()
-        for sequence, slot, head in sorted(rows, key=lambda row: row[0]):
-            self._sequence = max(self._sequence, sequence)
-            if expired(head.expires_ns, now):
-                self._wipe(slot)
-                continue
-            older = self._ledger.add(head.identity, Entry(slot, self.slot_bytes, head.hit))
-            taken.add(slot)
-            if older is not None:
-                self._wipe(older.place)
-                taken.discard(older.place)
-        self._free = [slot for slot in range(self._slots - 1, -1, -1) if slot not in taken]
+            parts = [range(first, min(first + share, self._slots)) for first in range(0, self._slots, share)]
+            for _ in threads.map(lambda part: self._recover_part(part, sequences, taken), parts):
+                pass
+        self._sequence = int(sequences.max())
+        self._ledger.sort(sequences)
+        self._free = array("Q", np.flatnonzero(~taken)[::-1].astype(np.uint64).tobytes())
 
-    def _headers(self, first: int, count: int) -> list[tuple[int, int, envelope.Head]]:
-        """Sequence, slot and envelope of those of these slots that hold something."""
-        rows = []
+    def _recover_part(self, part: range, sequences: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_]) -> None:
+        """Those of these slots that hold something, into the ledger. Runs on threads."""
         block = self._buffers.block()
-        for slot in range(first, min(first + count, self._slots)):
+        for slot in part:
             self._medium.read(self._offset(slot), [block])
-            if (found := _read_header(block, self._generation)) is not None and found[1].length <= self.slot_bytes - BLOCK:
-                rows.append((found[0], slot, found[1]))
-        return rows
+            found = _read_header(block, self._generation)
+            if found is None or found[1].length > self.slot_bytes - BLOCK:
+                continue
+            sequence, head = found
+            with self._lock:
+                held = self._ledger.get(head.identity)
+                loser = None if held is None else held.place
+                if loser is not None and sequences[loser] > sequence:
+                    loser = slot
+                sequences[slot] = sequence
+                if loser != slot:
+                    self._ledger.add(head.identity, Entry(slot, self.slot_bytes, head.hit))
+                    taken[slot] = True
+                if loser is not None:
+                    taken[loser] = False
+            if loser is not None:
+                self._wipe(loser)
 
     def close(self, deadline_s: float = 5.0) -> None:
         if not self._open:  # what did not open has let go of its medium already
@@ -252,8 +260,7 @@ class SlotAdapter(Adapter):
 
     def _unpin(self, entry: Entry) -> None:
         with self._lock:
-            entry.pins -= 1
-            if entry.wiped and not entry.pins:
+            if self._ledger.unpin(entry) and entry.wiped:
                 self._free.append(entry.place)
 
     def _slot(self) -> int | None:
@@ -340,8 +347,7 @@ class SlotAdapter(Adapter):
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         now = self._clock_ns()
         with self._lock:
-            entries = [self._ledger.get(identity, now) for identity in identities]
-        return [entry.hit if entry is not None else None for entry in entries]
+            return [self._ledger.hit(identity, now) for identity in identities]
 
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         results = []
@@ -359,10 +365,10 @@ class SlotAdapter(Adapter):
 
     def _load(self, want: Want) -> Loaded:
         with self._lock:
-            entry = self._ledger.get(want.identity, self._clock_ns())
-            if entry is None or entry.hit.length != len(want.into):
+            hit = self._ledger.hit(want.identity, self._clock_ns())
+            if hit is None or hit.length != len(want.into):
                 return Loaded.MISS
-            entry.pins += 1
+            entry = self._ledger.pin(want.identity)
             self._ledger.touch(want.identity)
         try:
             good = self._read(entry.place, want)
@@ -409,9 +415,7 @@ class SlotAdapter(Adapter):
         return len(gone)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
-        with self._lock:
-            rows = list(self._ledger.items(self._clock_ns()))
-        yield from rows
+        return self._ledger.items(self._lock, self._clock_ns())
 
     def usage(self) -> Usage:
         with self._lock:
