@@ -43,14 +43,19 @@ def chunk_tokens(wanted: int | None, unit: int, unit_bytes: int = 0) -> int:
 
 
 class Keys:
-    """The chunk keys of one request, grown with its block hashes. `hash_tokens`: tokens a block hash covers."""
+    """The chunk keys of one request, grown with its block hashes. `hash_tokens`: tokens a block hash covers.
+
+    The hashes are the engine's own list, and it may shorten it and go on otherwise: a session whose input is streamed drops the
+    last sampled token for the next input. So a key that is kept counts only with the hash it was made of.
+    """
 
     def __init__(self, hashes: Sequence[bytes], *, hash_tokens: int, chunk: int, unit: int) -> None:
         self.hashes = hashes
         self.hash_tokens = hash_tokens
         self.chunk = chunk
         self.unit = unit
-        self._full: list[bytes] = []
+        self._full: list[tuple[bytes, bytes]] = []
+        """Hash of its last block and key, of the full chunks from the first on."""
 
     @property
     def tokens(self) -> int:
@@ -59,13 +64,15 @@ class Keys:
 
     def of(self, span: Span) -> bytes:
         """The key of a chunk. The last block of the span must have its hash."""
-        index = span.start // self.chunk
         if span.end - span.start != self.chunk:
-            return self._digest(span)
+            return self._digest(span, self._last(span))
+        index = span.start // self.chunk
         while len(self._full) <= index:
             start = len(self._full) * self.chunk
-            self._full.append(self._digest(Span(start, start + self.chunk)))
-        return self._full[index]
+            self._full.append(self._made(Span(start, start + self.chunk)))
+        if self._full[index][0] != self._last(span):
+            self._full[index] = self._made(span)
+        return self._full[index][1]
 
     def spans(self, first_chunk: int, end: int) -> list[Span]:
         """Chunks from number `first_chunk` on that cover the tokens up to `end` (whole units); the last may be a tail."""
@@ -76,6 +83,12 @@ class Keys:
         """Tail chunks from `start`, longest first, that end at most at `longest` and beyond `above`."""
         return [Span(start, end) for end in range(longest, max(start, above), -self.unit) if end - start < self.chunk]
 
-    def _digest(self, span: Span) -> bytes:
-        last = self.hashes[span.end // self.hash_tokens - 1]
+    def _last(self, span: Span) -> bytes:
+        return self.hashes[span.end // self.hash_tokens - 1]
+
+    def _made(self, span: Span) -> tuple[bytes, bytes]:
+        last = self._last(span)
+        return last, self._digest(span, last)
+
+    def _digest(self, span: Span, last: bytes) -> bytes:
         return hashlib.sha256(b"kvd chunk 1" + _SPAN.pack(span.start, span.end) + bytes(last)).digest()

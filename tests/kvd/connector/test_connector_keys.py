@@ -56,6 +56,20 @@ def test_keys_grow_with_the_hashes_of_a_request() -> None:
     assert keys.of(Span(768, 1024)) == keys_of(1024).of(Span(768, 1024))
 
 
+def test_keys_follow_hashes_that_are_taken_back() -> None:
+    # A session whose input is streamed: the engine shortens the list, and other tokens follow.
+    live = hashes(768)
+    keys = Keys(live, hash_tokens=32, chunk=256, unit=32)
+    before = [keys.of(Span(start, start + 256)) for start in (0, 256, 512)]
+    new = hashes(768, salt="x")
+    del live[15:]
+    live += new[15:]
+    after = [keys.of(Span(start, start + 256)) for start in (0, 256, 512)]
+    assert after[0] == before[0]
+    assert after[1:] == [Keys(live, hash_tokens=32, chunk=256, unit=32).of(Span(start, start + 256)) for start in (256, 512)]
+    assert not set(after[1:]) & set(before)
+
+
 def test_spans_and_tails_cover_a_prompt() -> None:
     keys = keys_of(1000)
     assert keys.tokens == 992
