@@ -93,7 +93,29 @@ class Gathering:
             absent = [keys[i] for i in missing.tolist()]
             part.fetch = await self.tiering.fetch(namespace, absent, deadline_s, part.fetch, self.known, client=self.client)
             if part.fetch is not None and part.fetch.no_room is not None:
-                self.length = min(self.length, start + keys.index(part.fetch.no_room))
+                short = keys.index(part.fetch.no_room)
+                if self._yield_behind(part, start, short):
+                    part.fetch.no_room = None
+                    await self._one_by_one(namespace, part, start + short, end, deadline_s)
+                else:
+                    self.length = min(self.length, start + short)
+
+    def _yield_behind(self, part: Part, start: int, short: int) -> bool:
+        """Let go of what was pinned in the block behind the key that found no room; False when there is nothing such."""
+        behind = part.slots[start + short : start + BLOCK]
+        held = behind[behind != ABSENT].copy()
+        behind[:] = ABSENT
+        if held.size:
+            self.store.unpin(held)
+            part.pinned[-1] = part.pinned[-1][: -held.size]
+        return bool(held.size)
+
+    async def _one_by_one(self, namespace: bytes, part: Part, start: int, end: int, deadline_s: float) -> None:
+        """The rest of a block in a short arena: no key is pinned before all keys ahead of it have their room."""
+        for i in range(start, end):
+            if self.length <= i:
+                return
+            await self._block(namespace, part, i, i + 1, deadline_s)
 
     async def wait(self, deadline_s: float) -> None:
         """Wait for what is on its way, up to the deadline (event-loop time)."""

@@ -52,6 +52,8 @@ Source = tuple[int, Hit]
 """A tier's number, and what it knows of a value."""
 Row = tuple[bytes, Identity, Hit, int]
 """A value to load: key, identity, what the tier knows of it, and where in the arena its room is."""
+Wanted = tuple[bytes, Identity, int, Hit]
+"""The same before it has room: key, identity, the tier's number, and what that knows of it."""
 
 
 class Maker:
@@ -70,42 +72,46 @@ class Maker:
         self.deadline_s = deadline_s
         self.stale = stale
 
-    async def start(self, number: int, rows: list[tuple[bytes, Identity, Hit]]) -> bool:
-        """Load these from that tier; False when room ran out (`Fetch.no_room`)."""
-        tier = self.tiering.tiers[number]
-        share: list[Row] = []
-        size = 0
-
-        def spawn() -> None:
-            nonlocal share, size
-            if share:
-                self.tiering.spawn(self.fetch, tier, self.namespace, share)
-            share, size = [], 0
-
+    async def start(self, rows: list[Wanted]) -> None:
+        """Load these, in this order, each from its tier, until room runs out (`Fetch.no_room`)."""
+        shares: dict[int, list[Row]] = {}
         try:
-            for key, identity, hit in rows:
-                if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
-                    continue
-                if self._needless(number, key, identity, hit):
-                    continue
-                offset = self.store.make_room(hit.length, FROM_TIER)
+            for row in rows:
+                offset = await self._room_for(row, shares)
                 if offset is None:
-                    spawn()  # what has room need not wait for what has none yet
-                    self.stale = True
-                    offset = await self.tiering.rooms.make(hit.length, self.deadline_s, FROM_TIER)
-                    if offset is None:
-                        self.fetch.no_room = key
-                        return False
-                    if self._needless(number, key, identity, hit):
-                        self.store.give_back(offset, hit.length)
-                        continue
+                    if self.fetch.no_room is not None:
+                        return
+                    continue
+                key, identity, number, hit = row
+                share = shares.setdefault(number, [])
                 share.append((key, identity, hit, offset))
-                size += hit.length
-                if len(share) >= LOAD_ITEMS or size >= LOAD_BYTES:
-                    spawn()
+                if len(share) >= LOAD_ITEMS or sum(hit.length for _, _, hit, _ in share) >= LOAD_BYTES:
+                    self._spawn({number: shares.pop(number)})
         finally:
-            spawn()
-        return True
+            self._spawn(shares)
+
+    async def _room_for(self, row: Wanted, shares: dict[int, list[Row]]) -> int | None:
+        """Room for this value; None where it needs none, or there is none (`Fetch.no_room`)."""
+        key, identity, number, hit = row
+        if self.store.too_large(hit.length):  # stored when the arena was larger: a miss for this daemon
+            return None
+        if self._needless(number, key, identity, hit):
+            return None
+        offset = self.store.make_room(hit.length, FROM_TIER)
+        if offset is None:
+            self._spawn(shares)  # what has room need not wait for what has none yet
+            self.stale = True
+            offset = await self.tiering.rooms.make(hit.length, self.deadline_s, FROM_TIER)
+            if offset is None:
+                self.fetch.no_room = key
+            elif self._needless(number, key, identity, hit):
+                self.store.give_back(offset, hit.length)
+                offset = None
+        return offset
+
+    def _spawn(self, shares: dict[int, list[Row]]) -> None:
+        for number in list(shares):
+            self.tiering.spawn(self.fetch, self.tiering.tiers[number], self.namespace, shares.pop(number))
 
     def _needless(self, number: int, key: bytes, identity: Identity, hit: Hit) -> bool:
         """Whether this needs no room (any more): it is on its way up, has come into RAM, or has left its tier."""

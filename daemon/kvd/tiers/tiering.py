@@ -377,10 +377,8 @@ class Tiering:
             self._choose_sources(identities, where, known)
         fetch = fetch or Fetch(client, stays)
         first = {key: i for i, key in reversed(list(enumerate(keys))) if i in where}
-        batches: dict[int, list[tuple[bytes, Identity, Hit]]] = {}
-        for i in sorted(first.values()):
-            number, hit = where[i]
-            batches.setdefault(number, []).append((keys[i], identities[i], hit))
+        # In key order, whichever tier each comes from: room that one's later keys took would cut the run short at another's.
+        rows = [(keys[i], identities[i], *where[i]) for i in sorted(first.values())]
         maker = Maker(self, fetch, namespace, known, deadline_s, stale=self._turn.locked())
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -389,9 +387,7 @@ class Tiering:
             fetch.no_room = keys[min(first.values())]
             return fetch
         try:
-            for number, batch in batches.items():
-                if not await maker.start(number, batch):
-                    break
+            await maker.start(rows)
         except asyncio.CancelledError:
             self.let_go(fetch)
             raise
@@ -488,13 +484,9 @@ class Tiering:
         store = self.store
         # While it waited for its turn, everybody who wanted a value may have gone: only the others are worth reading.
         wanted = [i for i, loading in enumerate(entries) if not loading.void and any(not fetch.ended for fetch in loading.fetches)]
-        task = next(TASKS)
-        log.debug("Submitted load task %d to adapter %d (%s) with %d keys.", task, tier.number, tier.name, len(wanted))
         sources: list[Source | None] = [None] * len(share)
         for i, source in zip(wanted, await self._read(tier, [share[i] for i in wanted], elsewhere=elsewhere), strict=True):
             sources[i] = source
-        loaded = len(sources) - sources.count(None)
-        log.debug("Load task %d completed: adapter %d (%s), %d of %d keys.", task, tier.number, tier.name, loaded, len(wanted))
         raised: dict[int, list[int]] = {}  # number of the tier that gave it -> slots
         for (key, identity, hit, offset), loading, source in zip(share, entries, sources, strict=True):
             slot = ABSENT
@@ -540,26 +532,31 @@ class Tiering:
 
         `elsewhere`: from the others alone. Answers which tier gave each value, and what it knows of it; None where none did.
         """
-        arena = self.store.arena
         sources: list[Source | None] = [None] * len(share)
-        hits = {i: hit for i, (_, _, hit, _) in enumerate(share)}
         for tier in [*([] if elsewhere else [first]), *(tier for tier in self.tiers if tier is not first)]:
-            if tier is not first:
-                found = await tier.ask([share[i][1] for i in hits], asyncio.get_running_loop().time() + ASK_S)
-                hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
-            if not hits:
-                continue
-            places = [(share[i][1], share[i][3], hit.length, hit.note) for i, hit in hits.items()]
-            results = await tier.load([Want(i, arena.slice(o, n), arena.padded(o, n), note) for i, o, n, note in places])
-            for (i, hit), result in zip(hits.items(), results, strict=True):
-                if result is Loaded.OK:
-                    sources[i] = tier.number, hit
-                elif result is Loaded.CORRUPT:
-                    self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
             hits = {i: hit for i, (_, _, hit, _) in enumerate(share) if sources[i] is None}
             if not hits:
                 break
+            if tier is not first:
+                found = await tier.ask([share[i][1] for i in hits], asyncio.get_running_loop().time() + ASK_S)
+                hits = {i: hit for i, hit in zip(hits, found, strict=True) if hit is not None and hit.length == share[i][2].length}
+            if hits:
+                await self._read_from(tier, share, hits, sources)
         return sources
+
+    async def _read_from(self, tier: Tier, share: list[Row], hits: dict[int, Hit], sources: "list[Source | None]") -> None:
+        arena = self.store.arena
+        task = next(TASKS)
+        log.debug("Submitted load task %d to adapter %d (%s) with %d keys.", task, tier.number, tier.name, len(hits))
+        places = [(share[i][1], share[i][3], hit.length, hit.note) for i, hit in hits.items()]
+        results = await tier.load([Want(i, arena.slice(o, n), arena.padded(o, n), note) for i, o, n, note in places])
+        for (i, hit), result in zip(hits.items(), results, strict=True):
+            if result is Loaded.OK:
+                sources[i] = tier.number, hit
+            elif result is Loaded.CORRUPT:
+                self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
+        loaded = results.count(Loaded.OK)
+        log.debug("Load task %d completed: adapter %d (%s), %d of %d keys.", task, tier.number, tier.name, loaded, len(results))
 
     async def wait(self, fetch: Fetch, deadline_s: float) -> None:
         """Wait until all of a fetch has arrived (or not), or the deadline (event-loop time)."""

@@ -95,6 +95,21 @@ def test_a_load_that_fails_comes_from_the_next_tier_and_mends_the_first(
     assert asked.counters.hits == 2
 
 
+def test_what_the_second_tier_lacks_comes_from_the_third(
+    daemon: InProcess, client: Client, tiers: list[RamTier], caplog: pytest.LogCaptureFixture
+) -> None:
+    near, asked, far = tiers
+    filled(daemon, client, 4)
+    near.damaged.update(near.values)
+    asked.values.clear()
+    with caplog.at_level("DEBUG", "kvd.tiers"):
+        assert client.get_many(KEYS[:4]) == VALUES[:4]
+    assert far.counters.hits == 4
+    loads = [record.getMessage() for record in caplog.records if "oad task" in record.getMessage()]
+    assert ["adapter 0 (near), 0 of 4 keys" in line for line in loads] == [False, True, False, False], loads
+    assert ["adapter 2 (far), 4 of 4 keys" in line for line in loads] == [False, False, False, True], "each tier says what it gave"
+
+
 def test_copies_are_dropped_where_a_tier_is_full_and_nobody_is_told(
     daemon: InProcess, client: Client, tiers: list[RamTier]
 ) -> None:
@@ -230,6 +245,48 @@ def test_the_longest_prefix_that_fits_a_short_arena_is_served(tiers: list[RamTie
             assert not any(held[count:]), "a prefix, not a patchwork"
             assert [bytes(view) for view in lease.views[:count]] == values[:count]
         assert client.get_many(keys) == values, "in windows, all of it"
+
+
+def short_of_room(daemon: InProcess, client: Client) -> tuple[list[bytes], list[bytes]]:
+    """Sixteen values of 100 KiB, in every tier and not in the arena, which has room for ten at most."""
+    keys = [bytes([i]) * 32 for i in range(16)]
+    values = [bytes([i]) * 102_400 for i in range(16)]
+    assert all(client.put_many(list(zip(keys, values, strict=True))))
+    client.flush()
+    daemon.evict_all()
+    return keys, values
+
+
+def test_in_a_short_arena_values_of_several_tiers_get_room_in_key_order(tiers: list[RamTier]) -> None:
+    """Every other key is in the first tier, every one in the last: all of one tier first would leave holes."""
+    with running(*tiers, max_bytes=1 << 20) as daemon, daemon.client() as client:
+        keys, values = short_of_room(daemon, client)
+        for tier in tiers[:2]:
+            for identity in list(tier.values)[1::2]:
+                del tier.values[identity]
+        with client.read(keys) as lease:
+            views = [view for view in lease.views if view is not None]
+            assert [bytes(view) for view in views] == values[: len(views)], "what is served is a prefix"
+            assert len(views) >= 6
+        assert client.get_many(keys) == values
+
+
+def test_in_a_short_arena_keys_further_on_make_room_for_the_first(tiers: list[RamTier]) -> None:
+    """The last six values are in RAM, which they nearly fill: they must not keep the first ones out, that nothing comes."""
+    with running(*tiers, max_bytes=1 << 20) as daemon, daemon.client() as client:
+        keys, values = short_of_room(daemon, client)
+        for key, value in zip(keys[10:], values[10:], strict=True):
+            assert client.put(key, value)
+        client.flush()
+        assert sum("arena" in place for place in client.places(keys[10:])) >= 5
+        before = daemon.pins()
+        found = client.prefix(keys, pin_s=10.0)
+        assert found.length >= 6
+        client.unpin(found.token or b"")
+        with client.read(keys) as lease:
+            assert [bytes(view) for view in lease.views if view is not None][:6] == values[:6]
+        assert client.get_many(keys) == values
+        wait_until(lambda: daemon.pins() == before, what="every pin to be taken off")
 
 
 def test_a_cascade_of_real_tiers(tmp_path: Path) -> None:
