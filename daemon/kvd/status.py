@@ -65,6 +65,9 @@ def _tier_checks(tier: Mapping[str, Any]) -> Iterator[Check]:
     if damaged := tier["corruptions_total"]:
         was = "1 value or record of it was" if damaged == 1 else f"{damaged} values or records of them were"
         yield Check("TIER_CORRUPT", WARN, f"tier {name}: {was} damaged (answered as misses)")
+    if unknown := tier.get("keys_unknown_total"):
+        why = "encrypted with a key that is not among old_keys (answered as misses)"
+        yield Check("TIER_KEY_UNKNOWN", WARN, f"tier {name}: {_count(unknown, 'load')} found a value {why}")
     if given_up := tier.get("given_up_total"):
         why = "what says which are deleted was lost (the log names the file)"
         yield Check("TIER_GIVEN_UP", WARN, f"tier {name} gave up {_count(given_up, 'value')} at the start: {why}")
@@ -120,6 +123,7 @@ def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     troubles = {
         "failed stores": tier["store_failures_total"],
         "damaged": tier["corruptions_total"],
+        "under an unknown key": tier.get("keys_unknown_total", 0),
         "failed reads or writes": tier["io_errors_total"],
         "times left alone": tier["breaker_opened_total"],
     }

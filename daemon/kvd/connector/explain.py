@@ -158,6 +158,8 @@ def sentence(note: Tombstone, now_ns: int) -> str:
         return f"{note.why} {age} ago{who}"
     if note.fate is Fate.REFUSED:
         return f"{where} refused it {age} ago: {note.why.replace('_', ' ')}"
+    if note.fate is Fate.CORRUPT and note.why:
+        return f"{where} could not read it {age} ago: {note.why}"
     if note.fate is Fate.CORRUPT:
         return f"found damaged in {where} {age} ago"
     return f"not saved {age} ago: {note.why}{who}"

@@ -70,6 +70,8 @@ class Table:
             self._fixed += _tier_rows(tier)
             if tier.adapter.capabilities.direct_extents:
                 self._fixed += _direct_rows(tier)
+            if "keys_unknown" in tier.adapter.counters.extra:
+                self._fixed += _serde_rows(tier)
         self._fixed += _desk_rows(operations.direct)
         self._fixed += _size_rows(store)
 
@@ -291,6 +293,15 @@ def _direct_rows(tier: Tier) -> list[Row]:
     }
     for name, (unit, text) in totals.items():
         counter(f"tier_{name}_total", unit, text, partial(_extra, tier, name), **labels)
+    return table
+
+
+def _serde_rows(tier: Tier) -> list[Row]:
+    """What only a tier counts that encodes its values."""
+    table: list[Row] = []
+    counter, _ = _makers(table)
+    text = "Loads of values that are encrypted with a key that is not configured."
+    counter("tier_keys_unknown_total", "", text, partial(_extra, tier, "keys_unknown"), tier=tier.name, type=tier.adapter.type)
     return table
 
 

@@ -473,9 +473,13 @@ class Tier:
         """What the tier holds, for adapters with a local index; nothing while its breaker is open."""
         if self._closing or self.breaker.open or self.stuck or not self.adapter.capabilities.local_index:
             return [None] * len(identities)
-        found = self.adapter.lookup(identities)
-        if self.doomed:
-            return [None if identity in self.doomed else hit for identity, hit in zip(identities, found, strict=True)]
+        return self._seen(identities, self.adapter.lookup(identities))
+
+    def _seen(self, identities: Sequence[Identity], found: list[Hit | None]) -> list[Hit | None]:
+        """What a look-up found, without what is about to be deleted and what cannot be read."""
+        for hidden in (self.doomed, self.adapter.unreadable):
+            if hidden:
+                found = [None if identity in hidden else hit for identity, hit in zip(identities, found, strict=True)]
         return found
 
     async def ask(self, identities: Sequence[Identity], deadline_s: float) -> list[Hit | None]:
@@ -500,7 +504,7 @@ class Tier:
             return nothing
         if asked.cancelled() or asked.exception() is not None or len(asked.result()) != len(identities):
             return nothing
-        return [None if identity in self.doomed else hit for identity, hit in zip(identities, asked.result(), strict=True)]
+        return self._seen(identities, asked.result())
 
     def _asked(self, asked: "asyncio.Future[list[Hit | None]]") -> None:
         self._asking -= 1

@@ -39,6 +39,7 @@ from kvtools.errors import UsageError
 log = logging.getLogger("kvd.tiers")
 
 ERASE_ITEMS = 4096
+UNREADABLE = "it is encrypted with a key that is not among old_keys"
 CLEAR_S = 50.0
 """How long a clear waits for tiers to have done it: less than the least patient client of its own, `kvd clear`, waits."""
 ASK_S = 2.0
@@ -555,6 +556,8 @@ class Tiering:
                 sources[i] = tier.number, hit
             elif result is Loaded.CORRUPT:
                 self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name)
+            elif share[i][1] in tier.adapter.unreadable:
+                self.store.tombstones.note(share[i][1], Fate.CORRUPT, place=tier.name, why=UNREADABLE)
         loaded = results.count(Loaded.OK)
         log.debug("Load task %d completed: adapter %d (%s), %d of %d keys.", task, tier.number, tier.name, loaded, len(results))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvd import status
 from kvd.store.identity import namespace_of
 from kvd.store.retention import Retention
 from kvd.tiers.adapters import registry
@@ -110,7 +111,10 @@ def test_a_restart_keeps_everything(spec: dict[str, Any]) -> None:
     assert get(fourth, 7, 500) == sample(500)
     assert get(fourth, 4000, 4000) is Loaded.MISS
     assert fourth.describe()["serde_keys_unknown"] == 1
+    assert list(fourth.unreadable) == [ident(4000)]
+    assert fourth.counters.load_bytes == fourth.lookup([ident(7)])[0].note, "what could not be read is no byte loaded"  # type: ignore[union-attr]
     assert put(fourth, 4000, sample(4000))
+    assert not fourth.unreadable
     assert get(fourth, 4000, 4000) == sample(4000)
     fourth.close(1.0)
 
@@ -256,3 +260,30 @@ def test_many_values_at_once_pass_a_small_budget(tmp_path: Path) -> None:
         thread.join(60)
     assert failures == []
     assert adapter.store_buffers.held == adapter.load_buffers.held == 0
+
+
+def test_what_cannot_be_decrypted_is_told_and_stored_anew(tmp_path: Path) -> None:
+    """After one failed load it is no hit any more, or an engine would wait for it in vain for ever; with its key it is back."""
+    old = {"type": "fs", "base_path": str(tmp_path / "fs"), "serde": {"type": "aesgcm", "key": KEY.hex()}}
+    new = old | {"serde": {"type": "aesgcm", "key": OTHER.hex()}}
+    keys = [bytes([i]) * 32 for i in range(3)]
+
+    with running(*registry.build([registry.Spec(old)])) as before, before.client() as client:
+        assert all(client.put_many([(key, key * 100) for key in keys]))
+        client.flush()
+    with running(*registry.build([registry.Spec(new)])) as other, other.client() as client:
+        assert client.prefix(keys).length == 3, "nobody has tried to read them"
+        assert client.get_many(keys) == [None] * 3
+        assert client.prefix(keys).length == 0
+        assert "old_keys" in client.why(keys[:1]).notes[0][0][0].why
+        tier = client.stats()["tiers"][0]
+        assert tier["keys_unknown_total"] == 3
+        assert [check.code for check in status.checks(client.stats() | {"heartbeat_age_s": 0})] == ["TIER_KEY_UNKNOWN"]
+        assert client.put(keys[0], b"anew")
+        assert client.delete(keys[1:2]) == 0, "nobody could have read it"
+        client.flush()
+        other.evict_all()
+        assert client.get(keys[0]) == b"anew"
+    both = old | {"serde": {"type": "aesgcm", "key": KEY.hex(), "old_keys": [OTHER.hex()]}}
+    with running(*registry.build([registry.Spec(both)])) as after, after.client() as client:
+        assert client.get_many(keys) == [b"anew", None, keys[2] * 100]

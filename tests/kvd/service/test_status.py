@@ -67,6 +67,7 @@ def test_what_comes_to_a_tier_is_values_and_what_nobody_can_count_is_no_number(b
         ("TIER_DEGRADED", status.WARN, {"tier": {"parts_down": 1}}),
         ("TIER_CORRUPT", status.WARN, {"tier": {"corruptions_total": 2}}),
         ("TIER_REFUSED", status.WARN, {"tier": {"untaken": 2}}),
+        ("TIER_KEY_UNKNOWN", status.WARN, {"tier": {"keys_unknown_total": 2}}),
         ("TIER_GIVEN_UP", status.WARN, {"tier": {"given_up_total": 2}}),
     ],
 )

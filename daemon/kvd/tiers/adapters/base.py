@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -279,6 +279,11 @@ class Adapter(ABC):
         """Called, from any thread, with what was dropped to make room: for `kvd why`."""
         self.full_note = FullNote()
         self._looked_up_damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
+
+    @property
+    def unreadable(self) -> Collection[Identity]:
+        """What it holds and was found unable to read: its own look-ups have it, so that deletes do; readers are told no."""
+        return ()
 
     def listen(self, evicted: Evicted) -> None:
         """Tell of evictions; called before `open`. An adapter around others passes this on to them."""

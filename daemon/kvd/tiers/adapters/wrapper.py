@@ -1,5 +1,8 @@
 """An adapter around another: what it does not change is the inner one's, also what it counts and whether it works."""
 
+from collections.abc import Collection
+
+from kvd.store.identity import Identity
 from kvd.tiers.adapters.base import Adapter, Counters, Durability, Evicted, Usage
 
 
@@ -21,6 +24,10 @@ class Wrapper(Adapter):
     @counters.setter
     def counters(self, value: Counters) -> None:
         """The base class sets empty ones; the inner adapter has its own."""
+
+    @property
+    def unreadable(self) -> Collection[Identity]:
+        return self.inner.unreadable
 
     def listen(self, evicted: Evicted) -> None:
         self.inner.listen(evicted)

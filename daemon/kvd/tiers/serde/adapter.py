@@ -14,7 +14,7 @@ Failures: what does not decode is CORRUPT and deleted; what was encrypted with a
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from kvd.store.identity import NAMESPACE_BYTES, Identity
@@ -30,6 +30,8 @@ log = logging.getLogger("kvd.tiers")
 BUFFER_BYTES = 64 << 20
 GROUP_BYTES = 8 << 20
 GROUP_ITEMS = 64
+UNREADABLE_MAX = 1 << 14
+"""Identities remembered that lie under a key nobody named: the oldest is forgotten, and found again by the next load."""
 
 
 class SerdeAdapter(Wrapper):
@@ -46,9 +48,15 @@ class SerdeAdapter(Wrapper):
         self.plain_bytes = 0
         """Of the values stored, before they were encoded."""
         self.encoded_bytes = 0
-        self.keys_unknown = 0
+        self.counters.extra["keys_unknown"] = 0
+        self._unreadable: dict[Identity, None] = {}
         self._said_unknown = False
         self._notes_checked = False
+
+    @property
+    def unreadable(self) -> Collection[Identity]:
+        """Values under a key that is not configured: hidden once found, so that they are stored anew, and kept for its return."""
+        return self._unreadable
 
     def listen(self, evicted: Evicted) -> None:
         self.inner.listen(lambda identities: evicted([self._there(identity) for identity in identities]))
@@ -102,6 +110,7 @@ class SerdeAdapter(Wrapper):
                 if result.ok:
                     self._check_notes(made)
                     with self._lock:
+                        self._unreadable.pop(items[i].identity, None)
                         self.plain_bytes += len(items[i].data)
                         self.encoded_bytes += len(made.data)
         return [results.get(i, Stored(False, "too_large")) for i in range(len(items))]
@@ -166,6 +175,7 @@ class SerdeAdapter(Wrapper):
                     if result is not Loaded.OK:
                         with self._lock:
                             self.counters.hits -= 1
+                            self.counters.load_bytes -= len(want.into)
                             self.counters.corruptions += result is Loaded.CORRUPT
                             self.counters.misses += result is Loaded.MISS
                 if result is Loaded.CORRUPT:
@@ -185,7 +195,11 @@ class SerdeAdapter(Wrapper):
             log.warning("tier %s: a value does not decode (%s): a miss", self.name, error)
             return Loaded.CORRUPT
         except KeyUnknown as error:
-            self.keys_unknown += 1
+            with self._lock:
+                self.counters.extra["keys_unknown"] += 1
+                self._unreadable[want.identity] = None
+                if len(self._unreadable) > UNREADABLE_MAX:
+                    del self._unreadable[next(iter(self._unreadable))]
             if not self._said_unknown:
                 self._said_unknown = True
                 log.warning("tier %s holds values under key %s, which is not among old_keys: they are misses", self.name, error)
@@ -220,7 +234,7 @@ class SerdeAdapter(Wrapper):
             "serde": str(self.chain),
             "serde_plain_bytes": self.plain_bytes,
             "serde_encoded_bytes": self.encoded_bytes,
-            "serde_keys_unknown": self.keys_unknown,
+            "serde_keys_unknown": self.counters.extra["keys_unknown"],
             "serde_buffer_peak_bytes": self.store_buffers.peak + self.load_buffers.peak,
         }
 
