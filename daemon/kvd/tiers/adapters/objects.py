@@ -70,6 +70,9 @@ class ObjectAdapter(Adapter):
         self._lock = threading.Lock()
         self._room = threading.Lock()  # one thread lists or makes room
         self._ledger = Ledger(scan_resistant=self.eviction.scan_resistant)
+        self._doomed: dict[Identity, int] = {}
+        """What must go, or was replaced in vain, and still takes so many bytes: the service was away."""
+        self._deleted: set[Identity] = set()  # while it is listed: what a page that is under way may still name
         self._usage = Usage(0, max_bytes, 0)
         self._listed = False
         self._ages = array("d", [math.inf])  # while it is listed: of what has this place. 0: stored by us meanwhile
@@ -156,18 +159,21 @@ class ObjectAdapter(Adapter):
         """Entries as they come, and then their order. A listing that fails half-way is gone through again from its beginning."""
         for age, length, identity in self._objects():
             with self._lock:
-                if identity not in self._ledger:  # else it is known from before the listing failed, or better
+                # Known already: from before the listing failed, or better.
+                if identity not in self._ledger and identity not in self._deleted:
                     hit = Hit(max(0, length - envelope.SIZE), Retention.LONG)
                     self._ledger.add(identity, Entry(len(self._ages), length, hit))
                     self._ages.append(age)
         with self._lock:
             self._ledger.sort(np.array(self._ages))
             del self._ages[1:]
+            self._deleted.clear()
 
     def _note_stored(self, item: Item, total: int) -> None:
         with self._lock:
             if self._max_bytes:
                 self._ledger.add(item.identity, Entry(0, total, Hit(len(item.data), item.retention, item.expires_ns, item.note)))
+                self._doomed.pop(item.identity, None)
             else:  # what it replaced is not known without asking: counted anew at the next start
                 self._usage.bytes_used += total
                 self._usage.entries += 1
@@ -176,6 +182,7 @@ class ObjectAdapter(Adapter):
         with self._lock:
             if self._max_bytes:
                 self._ledger.remove(identity)
+                self._doomed.pop(identity, None)
             else:
                 self._usage.bytes_used = max(0, self._usage.bytes_used - total)
                 self._usage.entries = max(0, self._usage.entries - 1)
@@ -183,7 +190,8 @@ class ObjectAdapter(Adapter):
     def usage(self) -> Usage:
         with self._lock:
             if self._max_bytes:
-                return Usage(self._ledger.used, self._max_bytes, len(self._ledger))
+                doomed = self._doomed
+                return Usage(self._ledger.used + sum(doomed.values()), self._max_bytes, len(self._ledger) + len(doomed))
             return Usage(**vars(self._usage))
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
@@ -192,13 +200,15 @@ class ObjectAdapter(Adapter):
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[Item]) -> list[Stored]:
+        before: dict[Identity, int] = {}
         results = [self._refusal(item) for item in items]
         todo = [i for i, refused in enumerate(results) if refused is None]
         if self._max_bytes and todo:
             if not self._listed:
                 self._list()
+            before = self._make_rooms([items[i] for i in todo])
             for i in list(todo):
-                if not self._make_room(items[i]):
+                if items[i].identity not in before:
                     results[i] = Stored(False, "full")
                     todo.remove(i)
         answers = self._puts([items[i] for i in todo]) if todo else []
@@ -208,7 +218,7 @@ class ObjectAdapter(Adapter):
                 self.counters.io_errors += 1
                 failure = answer
                 if self._max_bytes:
-                    self._note_gone(items[i].identity, 0)
+                    self._note_failed(items[i].identity, before[items[i].identity])
                 results[i] = Stored(False, "io_error")
             else:
                 results[i] = Stored(True, "", Durability.FSYNC)
@@ -228,30 +238,70 @@ class ObjectAdapter(Adapter):
             return Stored(False, "too_large")
         return None
 
-    def _make_room(self, item: Item) -> bool:
-        """Evict what must go for this value, and note it as held: several threads make room at once."""
+    def _make_rooms(self, items: Sequence[Item]) -> dict[Identity, int]:
+        """Room for each that fits, and how much of the service what it replaces takes. Raises AdapterError."""
+        before: dict[Identity, int] = {}
+        try:
+            for item in items:
+                replaced = self._make_room(item)
+                if replaced is not None:
+                    before[item.identity] = replaced
+        except AdapterError:
+            for identity, replaced in before.items():
+                self._note_failed(identity, replaced)
+            raise
+        with self._lock:  # a small one may have gone again for those behind it
+            return {identity: replaced for identity, replaced in before.items() if identity in self._ledger}
+
+    def _make_room(self, item: Item) -> int | None:
+        """Evict what must go for this value, and note it as held: several threads make room at once.
+
+        Bytes of what it replaces; None where it does not fit. Raises AdapterError.
+        """
         total = envelope.SIZE + len(item.data)
         with self._room:
             now = self._clock_ns()
-            victims: list[Identity] = []
             with self._lock:
-                before = self._ledger.remove(item.identity)
-                left = self.eviction.excess(self._ledger.used, total, self._max_bytes)
+                entry = self._ledger.remove(item.identity)
+                replaced = entry.size if entry is not None else self._doomed.get(item.identity, 0)
+                if replaced:
+                    self._doomed[item.identity] = replaced  # until the new one is there
+                waiting = sum(self._doomed.values()) - replaced
+                left = self.eviction.excess(self._ledger.used + waiting, total, self._max_bytes)
+                short = left > 0 or self._ledger.used + waiting + total > self._max_bytes
+                victims = [identity for identity in self._doomed if identity != item.identity] if short else []
+                left -= waiting
                 while left > 0 and (victim := self._ledger.victim(now)) is not None:
                     entry = self._ledger.remove(victim)
                     assert entry is not None
+                    self._doomed[victim] = entry.size
                     left -= entry.size
                     victims.append(victim)
                 fits = self._ledger.used + total <= self._max_bytes
             if victims:
                 self._unlink(victims)
+                self._let_go(victims)
                 self.counters.evictions += len(victims)
                 self.evicted(victims)
             if fits:
                 self._note_stored(item, total)
-            elif before is not None:
+                return replaced
+            if replaced:
                 self._unlink([item.identity])
-            return fits
+                self._let_go([item.identity])
+            return None
+
+    def _let_go(self, identities: Sequence[Identity]) -> None:
+        with self._lock:
+            for identity in identities:
+                self._doomed.pop(identity, None)
+
+    def _note_failed(self, identity: Identity, replaced: int) -> None:
+        """A value was not taken: what it was to replace is still there, out of date."""
+        with self._lock:
+            self._ledger.remove(identity)
+            if replaced:
+                self._doomed[identity] = replaced
 
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         now = self._clock_ns()
@@ -301,6 +351,9 @@ class ObjectAdapter(Adapter):
                 raise self._failed("delete", answer)
             if answer is not None:
                 held.append((identity, answer))
+        with self._lock:
+            if self._max_bytes and not self._listed:
+                self._deleted.update(identities)
         self._unlink([identity for identity, _ in held])
         for identity, length in held:
             self._note_gone(identity, length)
