@@ -276,6 +276,16 @@ def test_something_else_in_a_slots_place(tmp_path: Path, thing: str) -> None:
     assert (tmp_path / "elsewhere").read_bytes() == b"mine"
 
 
+def test_a_link_in_the_place_of_a_value_is_not_followed_when_that_goes(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_bytes(b"mine")
+    with opened(pool(tmp_path / "l2", 1)) as adapter:
+        put(adapter, 1)
+        (tmp_path / "l2" / "obj_0.bin").unlink()
+        (tmp_path / "l2" / "obj_0.bin").symlink_to(tmp_path / "elsewhere")
+        assert adapter.delete([ident(1)]) == 1
+    assert (tmp_path / "elsewhere").read_bytes() == b"mine"
+
+
 def test_few_descriptors_for_many_files(tmp_path: Path) -> None:
     with opened(pool(tmp_path / "l2", 500)) as adapter:
         before = len(os.listdir("/proc/self/fd"))

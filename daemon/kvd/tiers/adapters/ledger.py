@@ -203,11 +203,17 @@ class Ledger:
         entry.gone = True
         return entry
 
-    def victim(self, now_ns: int) -> Identity | None:
-        """Who goes next; None when all is pinned or nothing is there."""
+    def late(self, now_ns: int) -> Identity | None:
+        """Who has expired; None when nobody has whom this did not name before. Who is pinned is passed over."""
         while row := self._expiries.due(now_ns, self._expires_of.__getitem__):
             if row not in self._pinned:
                 return self._table.name(row)
+        return None
+
+    def victim(self, now_ns: int) -> Identity | None:
+        """Who goes next; None when all is pinned or nothing is there."""
+        if (late := self.late(now_ns)) is not None:
+            return late
         for klass in (SHORT, LONG):
             row = self._queues.victim(klass, False, self._table.name, self._size_of) if self._queues is not None else 0
             # Without queues, or where many in a row are pinned: the oldest that is not.

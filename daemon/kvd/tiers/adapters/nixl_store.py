@@ -11,7 +11,6 @@ The index is made anew from the headers at each start: values, their sizes and w
 opened for the length of one transfer, so a large pool needs no large number of descriptors. Objects: see nixl_objects.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -45,6 +44,8 @@ LARGEST = 1 << 30
 """The largest value where nothing else bounds it."""
 SMALLEST_FILE = 64 << 10
 """A file below this holds no chunk of any model: bounds given so small are a mistake."""
+NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""What `open` says to a link, a fifo and a folder in a file's place."""
 FILE = re.compile(r"obj_(\d{1,9})\.bin")
 
 
@@ -127,7 +128,7 @@ class Pool(Medium):
         except (FileNotFoundError, NotADirectoryError):
             fd = -1
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            if error.errno not in NO_FILE:
                 raise
             fd = -1
         try:
@@ -144,8 +145,7 @@ class Pool(Medium):
         """Write a slot; one empty block alone empties the file."""
         target, within = self._place(offset)
         if len(buffers) == 1 and not any(buffers[0][:8]):
-            with contextlib.suppress(FileNotFoundError):
-                os.truncate(target, 0)
+            self._empty(target)
             return
         total = within + sum(map(len, buffers))
         fd = os.open(target, os.O_RDWR | os.O_CREAT | self._flags, 0o600)
@@ -157,6 +157,20 @@ class Pool(Medium):
         except OSError:
             os.ftruncate(fd, 0)
             raise
+        finally:
+            os.close(fd)
+
+    def _empty(self, target: Path) -> None:
+        """A slot without a value. What is there and no file of ours is left alone, a link's target above all."""
+        try:
+            fd = os.open(target, os.O_WRONLY | self._flags)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, *NO_FILE):
+                return
+            raise
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, 0)
         finally:
             os.close(fd)
 
@@ -256,9 +270,7 @@ class NixlStoreAdapter(SlotAdapter):
             entry = self._ledger.remove(victim) if victim is not None else None
             if victim is None or entry is None:
                 return False
-            self.counters.evictions += 1
-        self.evicted([victim])
-        self._let_go(entry)
+        self._evict([(victim, entry)])
         return True
 
     def usage(self) -> Usage:

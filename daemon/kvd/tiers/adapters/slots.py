@@ -7,9 +7,12 @@ The index is in memory and is made anew at the start by reading every header, se
 
 A slot is given away only after its header was zeroed, so what was evicted, replaced or deleted does not come back with the
 next start; where a crash leaves two slots of one identity, the higher sequence number counts. A header whose value did not
-arrive in time is found by the value's checksum. Without `flush` all this holds for a crash of the daemon, not of the host.
+arrive in time is found by the value's checksum. A slot that could not be zeroed stays out of use until it could be, which is
+tried now and then, and whenever its value is deleted again. Without `flush` all this holds for a crash of the daemon, not of
+the host.
 """
 
+import contextlib
 import json
 import logging
 import mmap
@@ -19,7 +22,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -52,6 +55,8 @@ BLOCK = 4096
 FORMAT, VERSION = "kvtools.slots", 1
 CLEAN = 1 << 20
 RECOVERY_THREADS = 8
+RETRY_S = 10.0
+"""How often a slot that could not be zeroed is tried again: a sector that is bad for good answers slowly."""
 _SEQUENCE = struct.Struct("<Q")
 _HEADER = envelope.SIZE + _SEQUENCE.size
 _NONE = bytes(BLOCK)
@@ -130,6 +135,9 @@ class SlotAdapter(Adapter):
         self._lock = threading.Lock()
         self._ledger = self.ledger(scan_resistant=self.eviction.scan_resistant)
         self._free = array("Q")
+        self._unwiped: dict[int, tuple[Identity, Entry]] = {}
+        """By slot: what is not held any more, but would come back with the next start."""
+        self._retry_at = 0.0
         self._slots = 0
         self._sequence = 0
         self._generation = 0
@@ -205,6 +213,13 @@ class SlotAdapter(Adapter):
                 pass
         self._sequence = int(sequences.max())
         self._ledger.sort(sequences)
+        self._unwiped.clear()
+        now = self._clock_ns()
+        while (late := self._ledger.late(now)) is not None:  # where nothing is evicted they would lie there for good
+            entry = self._ledger.remove(late)
+            assert entry is not None
+            taken[entry.place] = False
+            self._wipe(entry.place)
         self._free = array("Q", np.flatnonzero(~taken)[::-1].astype(np.uint64).tobytes())
 
     def _recover_part(self, part: range, sequences: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_]) -> None:
@@ -234,6 +249,8 @@ class SlotAdapter(Adapter):
         if not self._open:  # what did not open has let go of its medium already
             return
         self._open = False
+        with contextlib.suppress(OSError):
+            self._wipe_again()
         try:
             self._medium.sync()
         except OSError as error:
@@ -250,13 +267,33 @@ class SlotAdapter(Adapter):
         block[:] = _NONE
         self._medium.write(self._offset(slot), [block])
 
-    def _let_go(self, entry: Entry) -> None:
-        """Wipe and free the place of an entry that is gone; whoever still reads it does so when the last one is done."""
-        self._wipe(entry.place)
+    def _let_go(self, rows: Sequence[tuple[Identity, Entry]], *, last: bool = False) -> None:
+        """Wipe and free the places of entries that are gone; whoever still reads one does so when the last one is done.
+
+        `last`: they are to be used again after all others. Raises OSError where one cannot be wiped: that and those behind it
+        stay out of use until they can be.
+        """
+        for number, (_, entry) in enumerate(rows):
+            try:
+                self._wipe(entry.place)
+            except OSError:
+                with self._lock:  # what failed to the end: it is not to keep the others from being tried
+                    self._unwiped |= {row[1].place: row for row in (*rows[number + 1 :], rows[number])}
+                    self._retry_at = time.monotonic() + RETRY_S
+                raise
+            with self._lock:
+                entry.wiped = True
+                if not entry.pins:
+                    self._free.insert(0 if last else len(self._free), entry.place)
+
+    def _wipe_again(self, identities: Collection[Identity] | None = None) -> set[Identity]:
+        """Try once more to wipe what could not be wiped, all of it or that of some identities; whose. Raises OSError."""
         with self._lock:
-            entry.wiped = True
-            if not entry.pins:
-                self._free.append(entry.place)
+            rows = [row for row in self._unwiped.values() if identities is None or row[0] in identities]
+            for _, entry in rows:
+                del self._unwiped[entry.place]
+        self._let_go(rows)
+        return {identity for identity, _ in rows}
 
     def _unpin(self, entry: Entry) -> None:
         with self._lock:
@@ -264,28 +301,47 @@ class SlotAdapter(Adapter):
                 self._free.append(entry.place)
 
     def _slot(self) -> int | None:
-        """A free slot, made free if need be; None where that cannot be."""
+        """A free slot, made free if need be; None where that cannot be. Raises OSError."""
+        if self._unwiped and time.monotonic() >= self._retry_at:
+            with contextlib.suppress(OSError):  # the others are as good as before
+                self._wipe_again()
         while True:
-            victims: list[Entry] = []
-            names: list[Identity] = []
+            victims: list[tuple[Identity, Entry]] = []
             with self._lock:
                 limit = self._slots * self.slot_bytes
                 left = self.eviction.excess(self._ledger.used, self.slot_bytes, limit)
                 if not left and self._free:
                     return self._free.pop()
+                if not left and self.eviction.policy != "noop":
+                    left = self.slot_bytes  # slots are out of use, or being written: below the limit, and yet none is free
                 now = self._clock_ns()
                 while left > 0 and (victim := self._ledger.victim(now)) is not None:
                     entry = self._ledger.remove(victim)
                     assert entry is not None
-                    victims.append(entry)
-                    names.append(victim)
+                    victims.append((victim, entry))
                     left -= entry.size
                 if not victims:
-                    return self._free.pop() if self._free else None
-                self.counters.evictions += len(victims)
-            self.evicted(names)
-            for entry in victims:
-                self._let_go(entry)
+                    if self._free:
+                        return self._free.pop()
+                    if len(self._ledger) or not self._unwiped:
+                        return None
+            if victims:
+                self._evict(victims)
+            else:  # nothing is held, nothing is free: that is not full, but broken
+                self._wipe_again()
+
+    def _evict(self, victims: Sequence[tuple[Identity, Entry]]) -> None:
+        """Let go of what was taken out of the ledger for that; what cannot be wiped is held again. Raises OSError."""
+        try:
+            self._let_go(victims)
+        finally:
+            with self._lock:
+                for identity, entry in victims:
+                    if not entry.wiped and identity not in self._ledger and self._unwiped.pop(entry.place, None) is not None:
+                        self._ledger.add(identity, Entry(entry.place, entry.size, entry.hit))
+                gone = [identity for identity, entry in victims if entry.wiped]
+                self.counters.evictions += len(gone)
+            self.evicted(gone)
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
@@ -317,17 +373,17 @@ class SlotAdapter(Adapter):
         slot = self._slot()
         if slot is None:
             return Stored(False, "full")
+        entry = Entry(slot, self.slot_bytes, Hit(length, item.retention, item.expires_ns, item.note))
         try:
             self._write(slot, item)
         except OSError:
-            with self._lock:
-                self._free.insert(0, slot)
+            with contextlib.suppress(OSError):  # what was not taken, and may yet lie there, must not come with the next start
+                self._let_go([(item.identity, entry)], last=True)
             raise
         with self._lock:
-            hit = Hit(length, item.retention, item.expires_ns, item.note)
-            before = self._ledger.add(item.identity, Entry(slot, self.slot_bytes, hit))
+            before = self._ledger.add(item.identity, entry)
         if before is not None:
-            self._let_go(before)
+            self._let_go([(item.identity, before)])
         return Stored(True, "", Durability.NONE)
 
     def _write(self, slot: int, item: Item) -> None:
@@ -371,21 +427,18 @@ class SlotAdapter(Adapter):
             entry = self._ledger.pin(want.identity)
             self._ledger.touch(want.identity)
         try:
-            good = self._read(entry.place, want)
+            if self._read(entry.place, want):
+                return Loaded.OK
+            with self._lock:  # as long as we pin it: afterwards, who replaces or deletes it has another entry than this
+                if entry.gone:
+                    return Loaded.MISS
+                self._ledger.remove(want.identity)
         except OSError:
             return Loaded.ERROR
         finally:
             self._unpin(entry)
-        if good:
-            return Loaded.OK
-        with self._lock:
-            if entry.gone:  # replaced or deleted while we read
-                return Loaded.MISS
-            self._ledger.remove(want.identity)
-        try:
-            self._let_go(entry)
-        except OSError:
-            pass  # it stays out of use until the next start
+        with contextlib.suppress(OSError):  # it stays out of use
+            self._let_go([(want.identity, entry)])
         return Loaded.CORRUPT
 
     def _read(self, slot: int, want: Want) -> bool:
@@ -403,16 +456,16 @@ class SlotAdapter(Adapter):
 
     def delete(self, identities: Sequence[Identity]) -> int:
         with self._lock:
-            gone = [entry for identity in identities if (entry := self._ledger.remove(identity)) is not None]
+            gone = [(identity, entry) for identity in identities if (entry := self._ledger.remove(identity)) is not None]
         try:
-            for entry in gone:
-                self._let_go(entry)
+            self._let_go(gone)
+            again = self._wipe_again(set(identities)) if self._unwiped else set()
         except OSError as error:
             self.counters.io_errors += 1
             raise AdapterError(
                 f"{self.name}: cannot write to {self.where}: {error.strerror or error}", hint=hint_for(error)
             ) from None
-        return len(gone)
+        return len(again.union(identity for identity, _ in gone))
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self._ledger.items(self._lock, self._clock_ns())
