@@ -18,6 +18,7 @@
     direct_setup  whether that works here, by trying it
     staging       buffers between blocks and files
     fingerprint   what must match for bytes to be reusable: the namespace
+    lora          which weights an adapter has: in the namespace of what is computed with it
     attach        how a worker gets hold of the engine's memory and of the daemon
     pinning       the arena as pinned memory, where KV memory is on a GPU
     plugin        the entry point that makes the connector's name known to vLLM

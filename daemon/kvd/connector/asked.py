@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.connector.parameters import retention, tenant
+from kvd.connector.parameters import retention, slips, tenant
 from kvtools.errors import UsageError
 from kvtools.units import parse_size
 
@@ -35,7 +35,8 @@ class BadBody(ValueError):
 class Asked:
     """One request. `kind`: one of KINDS, with its `value`; `fields`: the body as the engine's own endpoint would take it.
 
-    `max_bytes` None: no bound of the caller's. `tenant`: kvd_namespace; `retention`: as the request asked for it.
+    `max_bytes` None: no bound of the caller's. `tenant`: kvd_namespace; `retention`: as the request asked for it; `slips`: what
+    its kv_transfer_params have that cannot be meant, in words.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Asked:
     max_bytes: int | None = None
     tenant: str = ""
     retention: str = ""
+    slips: tuple[str, ...] = ()
 
 
 def read(body: Any) -> Asked:
@@ -74,10 +76,11 @@ def read(body: Any) -> Asked:
         kind,
         value,
         fields,
-        _deadline(body.get("deadline_s", DEADLINE_S)),
+        _deadline(body.get("deadline_s")),
         _bytes(body.get("max_bytes")),
         tenant(parameters),
         retention(parameters),
+        tuple(slips(parameters).values()),
     )
 
 
@@ -125,6 +128,8 @@ _CHECKS = {"messages": _messages, "prompt": _prompt, "token_ids": _token_ids, "b
 
 
 def _deadline(value: Any) -> float:
+    if value is None:
+        return DEADLINE_S
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_DEADLINE_S:
         raise BadBody(f"deadline_s is not a number of seconds up to {MAX_DEADLINE_S:g}", "deadline_s")
     return float(value)
@@ -139,5 +144,5 @@ def _bytes(value: Any) -> int | None:
         except UsageError as error:
             raise BadBody(f"max_bytes: {error.message}", "max_bytes") from None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadBody("max_bytes is neither a number of bytes nor a size such as 2GiB", "max_bytes")
+        raise BadBody("max_bytes is neither a number of bytes above 0 nor a size such as 2GiB", "max_bytes")
     return value

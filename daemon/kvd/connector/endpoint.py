@@ -33,6 +33,7 @@ from kvd.connector.events import Watch
 from kvd.connector.explain import explain
 from kvd.connector.keys import Span
 from kvd.connector.link import Down, Link, wait_up
+from kvd.connector.lora import Adapters
 from kvd.connector.prewarm import Busy, Prewarmer
 from kvd.connector.prompt import Prompt, Refusal, prompt_of
 from kvd.connector.view import HashSource, NotAView, View
@@ -58,6 +59,7 @@ class KvdEndpoint:
         self._link: Link | None = None
         self._prewarmer: Prewarmer | None = None
         self._watch = Watch()
+        self._adapters = Adapters()
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route("/v1/cache/prewarm", self.prewarm, methods=["POST"])
@@ -82,7 +84,7 @@ class KvdEndpoint:
                 view,
                 prompt.hashes,
                 prompt.tokens,
-                tenant=asked.tenant,
+                tenant=prompt.whose,
                 max_bytes=asked.max_bytes,
                 deadline_s=asked.deadline_s,
             )
@@ -127,7 +129,7 @@ class KvdEndpoint:
             "chunks": [{"start": span.start, "end": span.end, "key": keys.of(span).hex()} for span in spans],
             "namespaces": [
                 {"namespace": place.namespace.hex(), "rank": place.rank, "group": view.groups[place.group].id}
-                for place in view.places(asked.tenant)
+                for place in view.places(prompt.whose)
             ],
         }
         return JSONResponse(body)
@@ -206,7 +208,7 @@ class KvdEndpoint:
                 f"this engine's block hashes ({view.hashes.algorithm}) start from a seed that is random in each process and is "
                 "known here only after its first request; set PYTHONHASHSEED, without which nothing stored outlives the engine",
             )
-        return view, await prompt_of(asked, self._engine, self._state, view)
+        return view, await prompt_of(asked, self._engine, self._state, view, self._adapters)
 
     def _explained(self, client: Any, view: View, prompt: Prompt, asked: Asked) -> dict[str, Any]:
         def in_engine(span: Span) -> bool | None:
@@ -215,16 +217,17 @@ class KvdEndpoint:
         def rehash(source: HashSource) -> Sequence[bytes] | None:
             return prompt.rehash(source)
 
-        return explain(
+        body = explain(
             client,
             view,
             prompt.hashes,
             prompt.tokens,
-            tenant=asked.tenant,
+            tenant=prompt.whose,
             retention=asked.retention,
             in_engine=in_engine,
             rehash=rehash,
         )
+        return {**body, "tenant": asked.tenant, "remarks": [*asked.slips, *body["remarks"]]}
 
     async def _jobs(self, view: View) -> Prewarmer:
         """What runs jobs. Raises Refusal where there is no daemon to run them with."""
@@ -295,6 +298,8 @@ def _flat(answers: Any) -> list[str]:
 async def _body(request: Request) -> Asked:
     try:
         return read(await request.json())
+    except RecursionError:
+        raise Refusal(400, "the body is not JSON: too many brackets inside each other") from None
     except BadBody as error:
         raise Refusal(400, str(error), error.field) from None
     except (ValueError, UnicodeDecodeError) as error:

@@ -250,7 +250,9 @@ def _unnamed(names: Sequence[bytes], places: Sequence[Any], others: Sequence[Vie
             "engine": "",
             "tokens": None,
             "differs": [],
-            "hints": ["stored for another tenant (kvd_namespace), or by an engine that has left no record"],
+            "hints": [
+                "stored for another tenant (kvd_namespace), with other files of the adapter, or by an engine without a record"
+            ],
             "namespace": name.hex(),
         }
         for name in names

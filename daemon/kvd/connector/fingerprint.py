@@ -11,7 +11,7 @@ Facts are a flat dict of words, so that a mismatch can be named field by field. 
     group, layers, spec, block_tokens, lanes, chunk_tokens     the cache group, and the order of bytes in a chunk
 
 What the block hashes depend on (algorithm, seed) is known only to the scheduler and goes into the *salt* that the plans
-carry, together with tenants; a namespace is completed with it by `salted`.
+carry, together with tenants and a request's adapter (`lora`); a namespace is completed with it by `salted`.
 
 Weights are sampled, not read whole: 17 windows of 64 KiB a file tell two models apart in milliseconds; weights that differ
 only between the windows, in files of one size, are taken for equal. Whoever edits weights in place sets KVD_TENANT.
@@ -28,7 +28,7 @@ from kvd.connector.keys import FORMAT
 
 WINDOW_BYTES = 64 << 10
 WINDOWS = 16
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 
 
 def digest(facts: Mapping[str, str]) -> bytes:
@@ -94,15 +94,15 @@ def _weights(model: str, revision: str | None) -> str:
     if folder.is_file():
         return files_digest([folder])
     if not folder.is_dir():
-        local = _hub_folder(model, revision)
+        local = hub_folder(model, revision)
         if local is None:
             return f"hub {model} {revision or ''}".strip()
         folder = local
-    files = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
     return files_digest(files) if files else f"path {model}"
 
 
-def _hub_folder(model: str, revision: str | None) -> Path | None:
+def hub_folder(model: str, revision: str | None) -> Path | None:
     """Where the hub client keeps this model on this host, without asking the network."""
     try:
         from huggingface_hub import snapshot_download

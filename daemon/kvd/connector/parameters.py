@@ -2,10 +2,15 @@
 
 A word or number that cannot be read costs a line in the log and the default, never the request. A tenant's name is the
 exception: the default would be the namespace of everybody, so whatever is given there is taken as a name.
+
+A client that errs once errs in every request: a line of one kind is followed by silence, and the next one says how many
+there were in between.
 """
 
 import logging
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvd.store.retention import Retention
@@ -15,53 +20,100 @@ logger = logging.getLogger("vllm.kvd.parameters")
 KNOWN = ("kvd_retention", "kvd_ttl_seconds", "kvd_namespace", "infera_retention", "infera_ttl_seconds")
 LONGEST_WORD = 80
 """Characters of a request's own words that a line in the log repeats."""
+LONGEST_TTL_S = 10 * 365 * 86400.0
+PAUSE_S = 60.0
+"""Between two lines about one field."""
+
+
+class SlipLog:
+    """The lines about what requests ask for and cannot mean; any thread."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._said: dict[str, float] = {}
+        self._since: dict[str, int] = {}
+
+    def note(self, parameters: Mapping[str, Any]) -> None:
+        """What this request's parameters have that cannot be meant."""
+        for field, text in slips(parameters).items():
+            self._note(field, text)
+
+    def _note(self, field: str, text: str) -> None:
+        now = self._monotonic()
+        with self._lock:
+            if field in self._said and now - self._said[field] < PAUSE_S:
+                self._since[field] = self._since.get(field, 0) + 1
+                return
+            self._said[field] = now
+            more = self._since.pop(field, 0)
+        before = f" ({more} more requests were at fault there since the last such line)" if more else ""
+        logger.warning("kvd: %s%s", text, before)
 
 
 def retention(parameters: Mapping[str, Any]) -> str:
     """The class of retention, by name."""
-    word = _given(parameters, "kvd_retention", "infera_retention")
-    if word is None:
-        return "long"
-    try:
-        return Retention.of(str(word)).name.lower()
-    except ValueError:
-        logger.warning("kvd: kvd_retention %s is none of none, ephemeral, short, long; stored as long", _shown(word))
-        return "long"
+    return _retention(parameters)[0]
 
 
 def ttl(parameters: Mapping[str, Any]) -> float | None:
     """Seconds until the chunks expire; None: they do not."""
-    value = _given(parameters, "kvd_ttl_seconds", "infera_ttl_seconds")
-    if value is None:
-        return None
-    try:
-        seconds = -1.0 if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        seconds = -1.0
-    if not 0 < seconds < 10 * 365 * 86400:
-        logger.warning("kvd: kvd_ttl_seconds %s is not a number of seconds; stored without an expiry", _shown(value))
-        return None
-    return seconds
+    return _ttl(parameters)[0]
 
 
 def tenant(parameters: Mapping[str, Any]) -> str:
     """Whose namespace is meant; '' is everybody's, for what is not given or empty. A tenant 0 is a tenant like any other."""
+    return _tenant(parameters)[0]
+
+
+def slips(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """What is there and cannot be meant: the field, and in words what is taken instead. '' as a field: such as there are not."""
+    found = {
+        "kvd_retention": _retention(parameters)[1],
+        "kvd_ttl_seconds": _ttl(parameters)[1],
+        "kvd_namespace": _tenant(parameters)[1],
+        "": _strangers(parameters),
+    }
+    return {field: text for field, text in found.items() if text}
+
+
+def _retention(parameters: Mapping[str, Any]) -> tuple[str, str]:
+    word = _given(parameters, "kvd_retention", "infera_retention")
+    if word is None:
+        return "long", ""
+    try:
+        return Retention.of(str(word)).name.lower(), ""
+    except ValueError:
+        return "long", f"kvd_retention {_shown(word)} is none of none, ephemeral, short, long; stored as long"
+
+
+def _ttl(parameters: Mapping[str, Any]) -> tuple[float | None, str]:
+    value = _given(parameters, "kvd_ttl_seconds", "infera_ttl_seconds")
+    if value is None:
+        return None, ""
+    try:
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = -1.0
+    if not 0 < seconds < LONGEST_TTL_S:
+        return (
+            None,
+            f"kvd_ttl_seconds {_shown(value)} is no number of seconds above 0 and below ten years; stored without an expiry",
+        )
+    return seconds, ""
+
+
+def _tenant(parameters: Mapping[str, Any]) -> tuple[str, str]:
     value = parameters.get("kvd_namespace")
     if value is None or isinstance(value, str):
-        return value or ""
-    logger.warning("kvd: kvd_namespace %s is not a text; taken as %s", _shown(value), _shown(str(value)))
-    return str(value)
+        return value or "", ""
+    return str(value), f"kvd_namespace {_shown(value)} is not a text; taken as {_shown(str(value))}"
 
 
-def strangers(parameters: Mapping[str, Any]) -> list[str]:
+def _strangers(parameters: Mapping[str, Any]) -> str:
     """Fields that look like ours and mean nothing here: misspelled, they would be taken for obeyed."""
-    return sorted(name for name in map(str, parameters) if name.startswith(("kvd_", "infera_")) and name not in KNOWN)
-
-
-def say_strangers(parameters: Mapping[str, Any]) -> None:
-    """One line in the log for all of them."""
-    if found := strangers(parameters):
-        logger.warning("kvd: %s in kv_transfer_params means nothing; known are %s", _shown(", ".join(found)), ", ".join(KNOWN[:3]))
+    found = sorted(name for name in map(str, parameters) if name.startswith(("kvd_", "infera_")) and name not in KNOWN)
+    return f"{_shown(', '.join(found))} in kv_transfer_params means nothing; known are {', '.join(KNOWN[:3])}" if found else ""
 
 
 def _given(parameters: Mapping[str, Any], *names: str) -> Any:

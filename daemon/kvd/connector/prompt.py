@@ -12,6 +12,7 @@ from vllm import SamplingParams
 
 from kvd.connector import hashing
 from kvd.connector.asked import Asked
+from kvd.connector.lora import IN_DOUBT, Adapters, whose
 from kvd.connector.view import HashSource, View
 
 
@@ -27,21 +28,26 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's block hashes and its length. `rehash`: the same as another engine hashes it; None where tokens are not known."""
+    """A prompt's block hashes and its length. `whose`: the tenant, and the adapter's weights, as `View.places` takes them.
+
+    `rehash`: the same as another engine hashes it; None where tokens are not known.
+    """
 
     hashes: list[bytes]
     tokens: int
+    whose: str
     rehash: Callable[[HashSource], Sequence[bytes] | None]
 
 
-async def prompt_of(asked: Asked, engine: Any, state: Any, view: View) -> Prompt:
+async def prompt_of(asked: Asked, engine: Any, state: Any, view: View, adapters: Adapters) -> Prompt:
     """Raises Refusal."""
     if asked.kind == "block_hashes":
         length = len(bytes.fromhex(view.hashes.none_hash))
         if len(asked.value[0]) != length:
             raise Refusal(400, f"this engine's block hashes are {length} bytes ({view.hashes.algorithm})", "block_hashes")
         # One token more than the hashes cover: all of them may be hit then, since the last token never is.
-        return Prompt(list(asked.value), len(asked.value) * view.hashes.tokens + 1, lambda source: None)
+        mine = _whose(asked, adapters, await _adapter_named(asked, state))
+        return Prompt(list(asked.value), len(asked.value) * view.hashes.tokens + 1, mine, lambda source: None)
     core_request = await _core_request(asked, engine, state)
 
     def rehash(source: HashSource) -> Sequence[bytes] | None:
@@ -52,7 +58,28 @@ async def prompt_of(asked: Asked, engine: Any, state: Any, view: View) -> Prompt
 
     embeds = core_request.prompt_embeds
     tokens = len(core_request.prompt_token_ids) if core_request.prompt_token_ids is not None else len(embeds)
-    return Prompt(hashing.hashes_of(core_request, view.hashes), tokens, rehash)
+    return Prompt(hashing.hashes_of(core_request, view.hashes), tokens, _whose(asked, adapters, core_request.lora_request), rehash)
+
+
+def _whose(asked: Asked, adapters: Adapters, lora: Any) -> str:
+    mark = adapters.mark(lora)
+    if mark is None:
+        raise Refusal(
+            409, f"nothing is stored or loaded for adapter {lora.lora_name!r} until the engine restarts: {IN_DOUBT}", "model"
+        )
+    return whose(asked.tenant, mark)
+
+
+async def _adapter_named(asked: Asked, state: Any) -> Any:
+    """The adapter that a body of block hashes names as its model; None: the model itself. Raises Refusal."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    serving = state.openai_serving_completion
+    named = CompletionRequest(model=str(asked.fields.get("model") or "") or None, prompt=[0])
+    error = getattr(await serving._check_model(named), "error", None)
+    if error is not None:
+        raise Refusal(int(error.code), str(error.message), str(error.param or ""))
+    return serving._maybe_get_adapters(named)
 
 
 async def _core_request(asked: Asked, engine: Any, state: Any) -> Any:

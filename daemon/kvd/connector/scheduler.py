@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from kvd.connector import parameters
+from kvd.connector import lora, parameters
 from kvd.connector.fingerprint import salt_of, salted
 from kvd.connector.groups import Group, unit_of
 from kvd.connector.keys import Keys, Span, chunk_tokens
@@ -61,6 +61,7 @@ class Request(Protocol):
     num_prompt_tokens: int
     block_hashes: Sequence[bytes]
     kv_transfer_params: Mapping[str, Any] | None
+    lora_request: Any
     skip_reading_prefix_cache: bool
 
 
@@ -96,8 +97,11 @@ class Tracked:
     keys: Keys
     retention: str
     ttl_s: float | None
-    tenant: str
+    whose: str
+    """The tenant, and the adapter's weights."""
     salt: bytes
+    unsaved: str = ""
+    """Why nothing is stored, where its retention is none."""
     answer: Answer | None = None
     asked: int | None = None
     """Tokens the engine had itself when it asked for the first time; None once that is counted."""
@@ -107,6 +111,7 @@ class Tracked:
     asking: "Asking | None" = None
     deferred_since: float | None = None
     failed: bool = False
+    """Nothing is loaded for it (any more)."""
     saved: int = 0
     """Tokens up to which chunks were planned for saving."""
     stored: range = range(0)
@@ -179,6 +184,8 @@ class Scheduler:
         self._unit_bytes = unit_bytes
         self._clock = clock
         self._tenant = settings.tenant
+        self._slips = parameters.SlipLog()
+        self._adapters = lora.Adapters()
         self._state = _State()
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
@@ -241,15 +248,18 @@ class Scheduler:
         found = self._requests.get(request.request_id)
         if found is None:
             given = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
+            mark = self._adapters.mark(request.lora_request)
             found = self._requests[request.request_id] = Tracked(
                 request=request,
                 keys=self._keys_of(request),
-                retention=parameters.retention(given),
+                retention="none" if mark is None else parameters.retention(given),
                 ttl_s=parameters.ttl(given),
-                tenant=(tenant := parameters.tenant(given)),
-                salt=self._salt(tenant),
+                whose=(whose := lora.whose(parameters.tenant(given), mark or "")),
+                salt=self._salt(whose),
+                unsaved=lora.IN_DOUBT if mark is None else "the request asked for retention none",
+                failed=mark is None,
             )
-            parameters.say_strangers(given)
+            self._slips.note(given)
         return found
 
     def match(self, request: Request, computed: int) -> int | None:
@@ -480,9 +490,9 @@ class Scheduler:
             plan.saves.append(Save(step.request_id, tracked.salt, tuple(moves), tracked.retention, tracked.ttl_s, tracked.blamed))
 
     def _plan_unsaved(self, plan: Plan, tracked: Tracked, step: Step) -> None:
-        """A request that asked for nothing to be stored: the daemon is told, since somebody may ask it why."""
+        """A request of which nothing is stored: the daemon is told, since somebody may ask it why."""
         if spans := self._completed(tracked, step):
-            plan.unsaved.append(Unsaved(tracked.salt, tuple(map(tracked.keys.of, spans)), "the request asked for retention none"))
+            plan.unsaved.append(Unsaved(tracked.salt, tuple(map(tracked.keys.of, spans)), tracked.unsaved))
 
     def _completed(self, tracked: Tracked, step: Step) -> list[Span]:
         """The chunks whose last token this step computes, and the prompt's tail with its last one; each once."""
@@ -561,7 +571,7 @@ class Scheduler:
         for tracked in self._requests.values():
             tracked.answer = tracked.asking = None
             tracked.saved, tracked.stored, tracked.tail_done = 0, range(0), False
-            tracked.salt = self._salt(tracked.tenant)
+            tracked.salt = self._salt(tracked.whose)
         if self.settings.reset == "keep":
             logger.info("kvd: the engine reset its caches; what is stored is kept (KVD_RESET=keep)")
         return self.settings.reset != "clear" or self._clear()
@@ -581,7 +591,7 @@ class Scheduler:
         if self._askers is not None:
             self._askers.shutdown(wait=False, cancel_futures=True)
 
-    def _salt(self, tenant: str) -> bytes:
-        """What completes the namespaces, for requests of this tenant (`kvd_namespace`)."""
+    def _salt(self, whose: str) -> bytes:
+        """What completes the namespaces, for requests of this tenant (`kvd_namespace`) and adapter."""
         algorithm, seed = self._hash_source()
-        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=self._tenant, request_tenant=tenant)
+        return salt_of(hash_algorithm=algorithm, hash_seed=seed, tenant=self._tenant, request_tenant=whose)

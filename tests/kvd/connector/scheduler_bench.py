@@ -27,6 +27,7 @@ class FakeRequest:
     salt: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
+    lora_request: Any = None
     num_prompt_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 

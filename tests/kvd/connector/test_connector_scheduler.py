@@ -306,6 +306,30 @@ def test_a_tenant_that_is_no_text_is_a_tenant_all_the_same_and_a_misspelled_fiel
         assert parameters.ttl({"kvd_ttl_seconds": odd}) is None
     assert parameters.ttl({"kvd_ttl_seconds": True}) is None
     assert "x" * 100 not in caplog.text
+    assert "x" * 100 not in str(
+        parameters.slips({"kvd_retention": "x" * 5000, "kvd_ttl_seconds": "x" * 5000, "kvd_" + "x" * 5000: 1})
+    )
+
+
+def test_a_client_that_errs_in_every_request_is_one_line_a_minute_and_the_next_says_how_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    log = parameters.SlipLog(lambda: now[0])
+    for _ in range(1000):
+        log.note({"kvd_ttl_seconds": "soon", "kvd_retension": "none"})
+    log.note({"kvd_namespace": 5})
+    assert len(caplog.messages) == 3
+    now[0] += parameters.PAUSE_S
+    log.note({"kvd_ttl_seconds": "later", "kvd_retention": "short"})
+    assert len(caplog.messages) == 4
+    assert "'later'" in caplog.messages[-1]
+    assert "999 more requests" in caplog.messages[-1]
+    now[0] += parameters.PAUSE_S
+    log.note({"kvd_ttl_seconds": "later"})
+    assert "more requests" not in caplog.messages[-1]
+    log.note({"kvd_ttl_seconds": 5, "kvd_namespace": "them", "other": 1})
+    assert len(caplog.messages) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Which weights an adapter (LoRA) has: part of the namespace of what is computed with it.
+
+vLLM mixes an adapter's name and path into its block hashes, but not what lies at that path. Files replaced in place, and an
+engine started anew, would find what the old ones computed. So a request with an adapter is salted with a digest of its files
+as well, taken when the adapter is first seen in this process; each request costs one stat a file.
+
+Files that changed while the engine runs leave open which of the two it computes with, and whoever cannot read them knows
+nothing of them: of such an adapter nothing is stored or loaded until the engine restarts.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvd.connector.fingerprint import WEIGHTS, files_digest, hub_folder
+
+logger = logging.getLogger("vllm.kvd")
+
+IN_DOUBT = "the files of the request's adapter changed while the engine ran, or cannot be read here"
+
+Stamps = tuple[tuple[int, int, int], ...]
+
+
+class Adapters:
+    """What this process has seen of adapters. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], _Adapter] = {}
+
+    def mark(self, request: Any) -> str | None:
+        """Of a LoRARequest: the digest of its files. '' without one; None where it is in doubt what the engine computes with."""
+        if request is None:
+            return ""
+        key = (str(request.lora_name), str(request.lora_path))
+        with self._lock:
+            adapter = self._seen.get(key)
+            if adapter is None:
+                adapter = self._seen[key] = _Adapter(*key)
+            return adapter.mark()
+
+
+class _Adapter:
+    """One name and path."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self._name, self._path = name, path
+        self._files: Sequence[Path] = ()
+        self._stamps: Stamps = ()
+        self._mark: str | None = None
+        if not self._read():
+            self._doubt("its files cannot be read here")
+
+    def _read(self) -> bool:
+        try:
+            self._files = _files(self._path)
+            self._stamps = _stamps(self._files)
+            self._mark = files_digest(self._files) if self._files else None
+        except OSError:
+            self._mark = None
+        return self._mark is not None
+
+    def mark(self) -> str | None:
+        if self._mark is not None:
+            try:
+                changed = _stamps(self._files) != self._stamps
+            except OSError:
+                changed = True
+            if changed:
+                self._doubt("its files changed since this engine has it")
+        return self._mark
+
+    def _doubt(self, why: str) -> None:
+        self._mark = None
+        logger.warning(
+            "kvd: nothing is stored or loaded for adapter %r at %s until the engine restarts: %s", self._name, self._path, why
+        )
+
+
+def whose(tenant: str, mark: str) -> str:
+    """A request's tenant and its adapter as one word for salts. Forging one gains nothing: block hashes differ still."""
+    return f"{tenant}\0adapter {mark}" if mark else tenant
+
+
+def _files(path: str) -> list[Path]:
+    """An adapter's weights and its settings, as vLLM resolves the path. Raises OSError."""
+    place = Path(path).expanduser() if path.startswith("~") else Path(path)
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        found = None if place.is_absolute() else hub_folder(path, None)
+        if found is None:
+            return []
+        place = found
+    weights = {one for pattern in WEIGHTS for one in place.glob(pattern)}
+    return sorted({*weights, *place.glob("adapter_config.json")}) if weights else []
+
+
+def _stamps(files: Sequence[Path]) -> Stamps:
+    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, files))
