@@ -20,7 +20,7 @@ import typer
 from kvd.engines import EngineServer, NoRoutes
 from kvtools.errors import KvError, NotFound, TimedOut, UsageError
 from kvtools.exits import Exit
-from kvtools.output import emit, emit_json, paint, table
+from kvtools.output import emit, emit_json, note, paint, table
 from kvtools.units import format_size, parse_duration, parse_size
 
 POLL_S = 0.05
@@ -31,24 +31,35 @@ STYLES = {"ok": "good", "warn": "warn", "fail": "bad", "unknown": "dim"}
 
 def read_prompt(word: str) -> dict[str, Any]:
     """The body meant by a file or '-': a request, a list of messages or of token ids, or plain text. Raises UsageError."""
+    hint = "a file with a prompt, messages or a recorded request, or - for stdin"
     if not word:
-        raise UsageError("the file's name is empty", hint="a file with a prompt, messages or a recorded request, or - for stdin")
+        raise UsageError("the file's name is empty", hint=hint)
+    name = "stdin" if word == "-" else word
     try:
-        text = sys.stdin.read() if word == "-" else Path(word).read_text()
+        # As bytes: line ends are part of a prompt, and the locale is not. A byte order mark is an editor's.
+        raw = Path(word).read_bytes() if word != "-" else sys.stdin.buffer.read() if sys.stdin is not None else b""
+        text = raw.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not a text"
-        raise UsageError(f"{word}: {why}", hint="a file with a prompt, messages or a recorded request, or - for stdin") from None
+        raise UsageError(f"{name}: {getattr(error, 'strerror', None) or 'not a text'}", hint=hint) from None
     if not text.strip():
-        raise UsageError(f"{'stdin' if word == '-' else word} is empty")
+        raise UsageError(f"{name} is empty")
     try:
         found = jsonlib.loads(text)
-    except ValueError:
+    except RecursionError:
+        raise UsageError(f"{name}: too many brackets inside each other", hint=hint) from None
+    except ValueError as error:
+        if text.lstrip().startswith(("{", "[")):
+            note(f"{name} begins as JSON does and is none ({error}): taken for plain text")
         return {"prompt": text}
     if isinstance(found, dict):
         return found
-    if isinstance(found, list) and found:
-        return {"token_ids": found} if isinstance(found[0], int) else {"messages": found}
-    return {"prompt": text}
+    if not isinstance(found, list):
+        return {"prompt": text}
+    if found and all(isinstance(one, int) for one in found):
+        return {"token_ids": found}
+    if found and all(isinstance(one, dict) for one in found):
+        return {"messages": found}
+    raise UsageError(f"{name}: neither a list of messages nor one of token ids", hint=hint)
 
 
 def one_prompt(words: Sequence[str]) -> str:
@@ -129,11 +140,13 @@ def prefetch(url: str, words: Sequence[str], model: str | None, max_bytes: str |
     if all(_is_hash(word) for word in words):
         body: dict[str, Any] = {"block_hashes": list(words)}
     elif len(words) == 1:
-        body = _with_model(read_prompt(words[0]), model)
+        body = read_prompt(words[0])
     else:
+        odd = next(word for word in words if not _is_hash(word))
         raise UsageError(
-            "prefetch what?", hint="with --engine: block hashes in hexadecimal, or one file with a prompt (- is stdin)"
+            f"not a block hash: {odd!r}", hint="with --engine: block hashes in hexadecimal, or one file with a prompt (- is stdin)"
         )
+    body = _with_model(body, model)
     if max_bytes is not None:
         body["max_bytes"] = parse_size(max_bytes)
     server = EngineServer(url, timeout_s=max(10.0, seconds))

@@ -31,6 +31,14 @@ SIGNS: tuple[tuple[str, str, str], ...] = (
 """A server's name, a path it answers, and a field of that answer which others do not have."""
 
 
+SCHEMAS = {
+    "/v1/cache/why": "kvd.why_prompt/1",
+    "/v1/cache/prewarm": "kvd.prewarm/1",
+    "/v1/cache/engine": "kvd.engine/1",
+}
+"""What each of kvd's routes answers with."""
+
+
 class NotVllm(KvError):
     """A server that kvd's connector does not run in."""
 
@@ -47,6 +55,10 @@ class EngineServer:
             parts, self._host, port = http_parts(url if "://" in url else f"http://{url}")
             if parts.query or parts.fragment:
                 raise ValueError
+            if parts.username is not None or parts.password is not None:
+                # Named without what may be a password.
+                url = f"{parts.scheme}://...@{parts.netloc.rpartition('@')[2]}"
+                raise ValueError("no name and password are sent: leave them out; an API key goes into VLLM_API_KEY")
         except ValueError as error:
             raise UsageError(f"not an engine's URL: {url!r}", hint=str(error) or "such as http://127.0.0.1:8000") from None
         if not timeout_s > 0:
@@ -55,7 +67,7 @@ class EngineServer:
         self._secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._base}"
+        self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
 
     def get(self, path: str) -> tuple[int, Any, Mapping[str, str]]:
         """Status, the body (JSON where it is, else text) and the headers. Raises Unreachable, TimedOut."""
@@ -69,6 +81,10 @@ class EngineServer:
         link = kind(self._host, self._port, timeout=self._timeout_s)
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
+            if not all(" " <= char <= "~" or "\xa0" <= char <= "\xff" for char in key):
+                raise UsageError(
+                    "the key in VLLM_API_KEY has characters that no request can carry", hint="is there a line break at its end?"
+                )
             headers["Authorization"] = f"Bearer {key}"
         try:
             link.request(method, self._base + path, body, headers)
@@ -85,7 +101,7 @@ class EngineServer:
             link.close()
         try:
             found: Any = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = raw.decode(errors="replace")
         return answer.status, found, {name.lower(): value for name, value in answer.headers.items()}
 
@@ -112,17 +128,32 @@ class EngineServer:
     def cache(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """One of kvd's routes. Raises NotVllm, NoRoutes, and KvError with the server's reason."""
         status, found, _ = self.get(path) if method == "GET" else self.post(path, body)
-        if status == 404 and not (isinstance(found, dict) and "error" in found):
-            version = self.identify()
-            raise NoRoutes(
-                f"the vLLM {version} at {self.url} has no kvd routes",
-                hint="start it with VLLM_PLUGINS=kvd (with its other plug-ins' names, where there are some)",
-            )
+        wanted = next(schema for route, schema in SCHEMAS.items() if path.startswith(route))
+        schema = str(found.get("schema", "")) if isinstance(found, dict) else ""
+        if 200 <= status < 300 and schema == wanted:
+            return dict(found)
         if status in (401, 403):
             raise KvError(f"{self.url} wants an API key", hint="put it into VLLM_API_KEY")
-        if not 200 <= status < 300 or not isinstance(found, dict):
-            raise _error(status)(f"{self.url}: {_reason(found, status)}")
-        return found
+        # Whatever else it says may be said by anybody: a server that is no vLLM is told so, not quoted.
+        version = self._identified()
+        if status == 404 and not (isinstance(found, dict) and "error" in found):
+            raise NoRoutes(
+                f"the vLLM {version} at {self.url} has no kvd routes".replace("  ", " "),
+                hint="start it with VLLM_PLUGINS=kvd (with its other plug-ins' names, where there are some)",
+            )
+        if 200 <= status < 300:
+            raise KvError(
+                f"{self.url}{path} answers with {schema or 'something else'}, not {wanted}",
+                hint="is kvd of the same version in the engine's environment, and nothing else at this address?",
+            )
+        raise _error(status)(f"{self.url}: {_reason(found, status)}")
+
+    def _identified(self) -> str:
+        """The version of the vLLM; '' where it does not say just now. Raises NotVllm."""
+        try:
+            return self.identify()
+        except (Unreachable, TimedOut):
+            return ""
 
     def metrics(self) -> dict[str, float]:
         """The sums of all samples of each name on /metrics; labels are left out, but `reason`: that sum is under `name/reason`."""

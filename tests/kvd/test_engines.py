@@ -132,7 +132,13 @@ def view(**more: Any) -> dict[str, Any]:
 def test_a_daemon_that_hangs_or_is_gone_is_not_said_to_be_connected(
     server: Start, problem: str | None, more: dict[str, Any], word: str, says: str
 ) -> None:
-    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(**more), "daemon_problem": problem}
+    body = {
+        "schema": "kvd.engine/1",
+        "kv_connector": "KvdConnector",
+        "kv_role": "kv_both",
+        "view": view(**more),
+        "daemon_problem": problem,
+    }
     paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
     ran = run_cli("kvd", "status", "--engine", server(paths), "--json")
     check = next(check for check in ran.json()["engines"][0]["checks"] if check["name"] == "daemon")
@@ -142,7 +148,13 @@ def test_a_daemon_that_hangs_or_is_gone_is_not_said_to_be_connected(
 
 
 def test_an_engine_that_reset_its_caches_is_told_apart(server: Start) -> None:
-    body = {"kv_connector": "KvdConnector", "kv_role": "kv_both", "view": view(reset=True), "daemon_problem": ""}
+    body = {
+        "schema": "kvd.engine/1",
+        "kv_connector": "KvdConnector",
+        "kv_role": "kv_both",
+        "view": view(reset=True),
+        "daemon_problem": "",
+    }
     paths = {**VLLM, "/metrics": "# TYPE vllm:kvd_saves_total counter\n", "/v1/cache/engine": body}
     ran = run_cli("kvd", "status", "--engine", server(paths))
     assert re.search(r"warn +reset +the engine reset its caches: until it restarts", ran.stdout)
@@ -154,6 +166,9 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
     kvd_daemon("--metrics-port", str(port), max_bytes="1MiB")
     ran = run_cli("kvd", "status", "--engine", f"127.0.0.1:{port}")
     assert (ran.rc, "is another server" in ran.stderr) == (1, True)
+    for command in ("why", "prefetch"):
+        ran = run_cli("kvd", command, "--engine", f"127.0.0.1:{port}", "-", stdin="a prompt")
+        assert (ran.rc, "is another server" in ran.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +188,8 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
         (("why", "--engine", "http://127.0.0.1:1", ""), 2, "the file's name is empty"),
         (("why", "--engine", "http://127.0.0.1:1", "/nope"), 2, "/nope: No such file or directory"),
         (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
-        (("prefetch", "--engine", "http://127.0.0.1:1", "aa", "b"), 2, "prefetch what?"),
+        (("prefetch", "--engine", "http://127.0.0.1:1", "aa" * 32, "b"), 2, "not a block hash: 'b'"),
+        (("status", "--engine", "http://me:secret@127.0.0.1:1"), 2, "an API key goes into VLLM_API_KEY"),
         (("status", "--engine", "http://127.0.0.1:1"), 4, "Connection refused"),
         (("status", "--probe"), 2, "--probe goes with --engine only"),
         (("prefetch", "--max-bytes", "1G", "aa"), 2, "--max-bytes goes with --engine only"),
@@ -184,6 +200,29 @@ def test_what_cannot_be_asked_is_one_line(words: tuple[str, ...], rc: int, says:
     assert ran.rc == rc
     assert says in ran.stderr
     assert "Traceback" not in ran.stderr
+    assert "secret" not in ran.stderr
+
+
+def test_a_key_that_no_request_can_carry_is_a_slip_and_not_repeated() -> None:
+    for key in ("secret\n", "secret\r\nX: y", "sécret\u20ac"):
+        ran = run_cli("kvd", "status", "--engine", "http://127.0.0.1:1", env={"VLLM_API_KEY": key})
+        assert (ran.rc, ran.stderr.count("\n")) == (2, 2)
+        assert "the key in VLLM_API_KEY" in ran.stderr
+        assert "cret" not in ran.stderr
+
+
+@pytest.mark.parametrize(("command", "route"), [("why", "why"), ("prefetch", "prewarm")])
+def test_an_answer_of_another_kind_is_no_answer(server: Start, command: str, route: str) -> None:
+    """A proxy that answers everything with 200, and an engine whose kvd speaks another version."""
+    for body, says in (
+        ({"ok": True}, "something else"),
+        ({"schema": "kvd.why_prompt/9"}, "kvd.why_prompt/9"),
+        (["x"], "something"),
+    ):
+        ran = run_cli("kvd", command, "--engine", server({**VLLM, f"/v1/cache/{route}": body}), "-", stdin="a prompt")
+        assert (ran.rc, f"/v1/cache/{route} answers with {says}" in ran.stderr) == (1, True)
+        ran = run_cli("kvd", command, "--engine", server({f"/v1/cache/{route}": body}), "-", stdin="a prompt")
+        assert (ran.rc, "is another server" in ran.stderr) == (1, True)
 
 
 def test_a_file_is_a_prompt_messages_ids_or_a_request(tmp_path: Any) -> None:
@@ -197,9 +236,37 @@ def test_a_file_is_a_prompt_messages_ids_or_a_request(tmp_path: Any) -> None:
     ):
         file.write_text(text)
         assert read_prompt(str(file)) == body
-    file.write_text(" \n")
-    with pytest.raises(UsageError, match="is empty"):
-        read_prompt(str(file))
+    for raw, prompt in ((b"one\r\ntwo\r", "one\r\ntwo\r"), (b"\xef\xbb\xbfplain", "plain"), ("süß".encode(), "süß")):
+        file.write_bytes(raw)
+        assert read_prompt(str(file)) == {"prompt": prompt}
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "x"}')
+    assert read_prompt(str(file)) == {"prompt": "x"}
+    for text, says in (
+        (" \n", "is empty"),
+        ("[]", "neither a list of messages nor one of token ids"),
+        ('[1, "x"]', "neither a list of messages"),
+        ("[[1], [2]]", "neither a list of messages"),
+        ("[" * 100_000, "too many brackets"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=says):
+            read_prompt(str(file))
+
+
+def test_a_file_that_is_almost_json_is_said_to_be_taken_for_text(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "request.json"
+    for text in ('{"prompt": "x"', '{"prompt": "x"}\n{"prompt": "y"}\n', " [see below] and so on"):
+        file.write_text(text)
+        assert read_prompt(str(file)) == {"prompt": text}
+        assert "begins as JSON does and is none" in capsys.readouterr().err
+    file.write_text("see [below]")
+    read_prompt(str(file))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_locale_does_not_change_a_prompt() -> None:
+    ran = run_cli("kvd", "why", "--engine", "http://127.0.0.1:1", "-", stdin="süß", env={"PYTHONIOENCODING": "ascii"})
+    assert (ran.rc, "no server answers" in ran.stderr) == (4, True)
 
 
 def engine(url: str, **told: Any) -> Report:
