@@ -294,6 +294,8 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
     handler.setFormatter(JsonLines() if settings["log_format"].value == "json" else logging.Formatter(LOG_LINE))
     logging.basicConfig(level=settings["log_level"].value, handlers=[handler])
     options = options_of(settings)
+    for line in older_names(settings, os.environ):
+        log.warning("%s", line)
 
     def again() -> Options:
         fresh = resolve(SETTINGS, flags=flags, file=read_file(config), file_name=str(config or ""))
@@ -308,6 +310,22 @@ def serve(flags: Mapping[str, Any], *, config: Path | None = None, show_config: 
     options.reload = again
     options.preflight = lambda: preflight(settings["long_path"].value)
     run(options)
+
+
+def older_names(settings: Resolved, environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable of an older daemon that is set: its name here, or what there is in its place."""
+    given = sorted(name for name in environ if name.startswith("INFERA_KVD_"))
+    if not given:
+        return []
+    from kvd.connector.settings import INSTEAD
+    from kvd.connector.settings import SETTINGS as CONNECTORS
+
+    mine = {setting.environment[0]: settings[setting.name].origin for setting in SETTINGS}
+    lines = [f"{origin[4:]} is accepted; its name here is {name}" for name, origin in mine.items() if origin[4:] in given]
+    known = {name for setting in (*SETTINGS, *CONNECTORS) for name in setting.environment}
+    return lines + [
+        f"{name} has no meaning here{': ' + INSTEAD[name] if name in INSTEAD else ''}" for name in given if name not in known
+    ]
 
 
 def run(options: Options) -> None:
