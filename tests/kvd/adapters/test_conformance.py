@@ -141,6 +141,31 @@ def test_keys_of_other_namespaces_are_other_values(subject: Subject) -> None:
 
 
 @everybody
+def test_what_has_expired_or_is_damaged_is_found_to_be_deleted(subject: Subject) -> None:
+    """`kvd clear` forgets everything, and a clock that is set back brings nothing back."""
+    with subject.opened() as adapter:
+        if not adapter.capabilities.enumerate:
+            return
+        clock = getattr(adapter, "_clock_ns", None)
+        if clock is not None:
+            adapter.store([Item(ident(1), memoryview(body(1)), Retention.LONG, expires_ns=time.time_ns() + 3600 * 10**9)])
+            adapter._clock_ns = lambda: time.time_ns() + 7200 * 10**9  # type: ignore[attr-defined]
+        put(adapter, 2)
+        if adapter.capabilities.durable:
+            raw = subject.raw(ident(2))
+            subject.set_raw(ident(2), raw[:16] + bytes([raw[16] ^ 1]) + raw[17:])
+        found = set(adapter.identities(None))
+        assert found == {ident(2)} | ({ident(1)} if clock is not None else set())
+        assert found == set(adapter.identities(ident(1)[:32]))
+        assert list(adapter.identities(b"another" * 4 + b"name")) == []
+        adapter.delete_namespace(ident(1)[:32])
+        assert list(adapter.identities(None)) == []
+        if clock is not None:
+            adapter._clock_ns = clock  # type: ignore[attr-defined]
+            assert adapter.lookup([ident(1)]) == [None]
+
+
+@everybody
 def test_deleted_is_gone_also_after_a_restart(subject: Subject) -> None:
     with subject.opened() as adapter:
         for number in range(4):

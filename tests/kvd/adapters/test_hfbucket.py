@@ -94,6 +94,23 @@ def test_what_the_hub_refuses_is_refused_alone(hub: FakeHub) -> None:
     adapter.close()
 
 
+def test_a_delete_that_the_hub_refuses_is_an_error(hub: FakeHub) -> None:
+    """What somebody else has deleted is none."""
+    adapter = adapter_at(hub, max_capacity_gb=1)
+    adapter.open()
+    for number in (1, 2, 3):
+        put(adapter, number)
+    hub.failing.add(HfBucket.path(ident(2)))
+    with pytest.raises(AdapterError, match="refused by the test"):
+        adapter.delete([ident(number) for number in (1, 2, 3)])
+    assert get(adapter, 2) == body(2)
+    hub.failing.clear()
+    adapter.delete([ident(number) for number in (1, 2, 3)])
+    assert adapter.usage().entries == 0
+    adapter._unlink([ident(2)])  # type: ignore[attr-defined]
+    adapter.close()
+
+
 def test_its_limit_holds_also_after_a_restart(hub: FakeHub) -> None:
     room = 6 * (128 + 5000)
     adapter = adapter_at(hub, max_capacity_gb=(room + 100) / (1 << 30))

@@ -344,7 +344,7 @@ class Adapter(ABC):
 
     def delete_namespace(self, namespace: bytes) -> int:
         """Forget everything of one namespace. Raises AdapterError where the adapter cannot enumerate."""
-        return self.delete([identity for identity, _ in self.enumerate() if identity[:32] == namespace])
+        return self.delete(list(self.identities(namespace)))
 
     def clear(self, namespace: bytes | None) -> int:
         """Forget everything (of one namespace) where nothing is listed; how many that was. AdapterError where it cannot."""
@@ -355,7 +355,10 @@ class Adapter(ABC):
         raise AdapterError(f"{self.type} cannot list what it holds")
 
     def identities(self, namespace: bytes | None) -> Iterator[Identity]:
-        """What must be deleted for nothing (of one namespace) to be left. Raises AdapterError as `enumerate` does."""
+        """What must be deleted for nothing (of one namespace) to be left. Raises AdapterError as `enumerate` does.
+
+        An adapter in which more may lie than `enumerate` lists (expired, damaged) has its own.
+        """
         return (identity for identity, _ in self.enumerate() if namespace is None or identity[:32] == namespace)
 
     def _held(self, identities: Iterable[Identity]) -> Iterator[tuple[Identity, Hit]]:

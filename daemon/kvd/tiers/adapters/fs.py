@@ -470,16 +470,23 @@ class FsAdapter(Adapter):
         now = self._clock_ns()
         try:
             for target, _ in self._files():
-                try:
-                    identity = bytes.fromhex(target.name.removesuffix(".kv"))
-                    _, head = self._head(target)
-                except ValueError:
-                    continue
-                if len(identity) == IDENTITY_BYTES and head is not None and head.identity == identity:
+                identity = _identity(target)
+                head = self._head(target)[1] if identity is not None else None
+                if identity is not None and head is not None and head.identity == identity:
                     if expired(head.expires_ns, now):
                         self._drop(target)
                     else:
                         yield identity, head.hit
+        except OSError as error:
+            raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
+
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """By their names alone: what is damaged lies there too."""
+        try:
+            for target, _ in self._files():
+                identity = _identity(target)
+                if identity is not None and (namespace is None or identity[:NAMESPACE_BYTES] == namespace):
+                    yield identity
         except OSError as error:
             raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
 
@@ -508,6 +515,15 @@ def sync_file_system(root: Path) -> bool:
         return bool(_libc.syncfs(fd) == 0)
     finally:
         os.close(fd)
+
+
+def _identity(target: Path) -> Identity | None:
+    """Whose file this is by its name; None where it is none of ours."""
+    try:
+        identity = bytes.fromhex(target.name.removesuffix(".kv"))
+    except ValueError:
+        return None
+    return identity if len(identity) == IDENTITY_BYTES else None
 
 
 def _open(target: Path) -> int | None:

@@ -36,6 +36,8 @@ HEADS = 65536
 """Envelopes that are remembered."""
 QUIET_S = 5.0
 """After so long without an answer the server is tried by hand before the library is let at it."""
+TRIES = 3
+"""How often files are deleted that are refused and still there."""
 HANDLE = re.compile(r"hf://buckets/([\w.-]+/[\w.-]+)(?:/(.*))?")
 
 
@@ -260,20 +262,32 @@ class HfBucketAdapter(ObjectAdapter):
         return Loaded.MISS if expired(head.expires_ns, self._clock_ns()) else Loaded.OK
 
     def _unlink(self, identities: Sequence[Identity]) -> None:
-        from huggingface_hub.errors import BucketBatchError
-
         names = [self._name(identity) for identity in identities]
-
-        def delete(some: list[str]) -> None:
-            with contextlib.suppress(BucketBatchError):  # somebody else was quicker
-                self._ask(lambda api: api.batch_bucket_files(self._bucket, delete=some))
-
         try:
             for start in range(0, len(names), BLOCK):
-                delete(names[start : start + BLOCK])
+                some = names[start : start + BLOCK]
+                for _ in range(TRIES):  # what somebody stores meanwhile takes another
+                    refused = self._refused(some)
+                    some = list(refused)
+                    if not some:
+                        break
+                else:
+                    raise OSError(f"{some[0]}: {refused[some[0]]}")
         except _failures() as error:
             self.counters.io_errors += 1
             raise self._failed("delete", error) from None
+
+    def _refused(self, names: list[str]) -> dict[str, str]:
+        """Delete files; which are still there, and why. What was not there is refused as well, so all are looked for."""
+        from huggingface_hub.errors import BucketBatchError
+
+        try:
+            self._ask(lambda api: api.batch_bucket_files(self._bucket, delete=names))
+        except BucketBatchError as error:
+            why = {row["path"]: row.get("error", "refused") for row in error.failures}
+            left = self._ask(lambda api: api.get_bucket_paths_info(self._bucket, list(why)))
+            return {info.path: why.get(info.path, "refused") for info in left}
+        return {}
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from kvd.store.identity import Identity
+from kvd.store.identity import NAMESPACE_BYTES, Identity
 from kvd.store.retention import expired
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import Adapter, Capabilities, Hit, Item, Loaded, Stored, Usage, Want
@@ -145,6 +145,11 @@ class MockAdapter(Adapter):
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self._ledger.items(self._lock, self._clock_ns())
+
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """Expired ones as well: a clock that is set back would bring them back."""
+        held = self._ledger.items(self._lock, 0)
+        return (identity for identity, _ in held if namespace is None or identity[:NAMESPACE_BYTES] == namespace)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -197,6 +197,10 @@ class ObjectAdapter(Adapter):
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         yield from self._held(identity for _, _, identity in self._objects())
 
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """By their names alone: what has expired or is damaged lies there too."""
+        return (name for _, _, name in self._objects() if namespace is None or name[:NAMESPACE_BYTES] == namespace)
+
     # ---- values ------------------------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[Item]) -> list[Stored]:
@@ -351,6 +355,8 @@ class ObjectAdapter(Adapter):
                 raise self._failed("delete", answer)
             if answer is not None:
                 held.append((identity, answer))
+            elif self._max_bytes:  # gone already: somebody else's doing, or a delete of ours that failed half-way
+                self._note_gone(identity, 0)
         with self._lock:
             if self._max_bytes and not self._listed:
                 self._deleted.update(identities)

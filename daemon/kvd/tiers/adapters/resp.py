@@ -302,10 +302,15 @@ class RespAdapter(Adapter):
         return sum(answers)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
+        yield from self._held(self.identities(None))
+
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """By their names alone: what is damaged lies there too."""
         keys = self._call(lambda client: iter(client.scan_iter(_glob(self._prefix) + b"*", count=SCAN)), "list")
         more = partial(next, keys, None)
         names = iter(lambda: self._call(lambda client: more(), "list"), None)  # each step may be a question to the server
-        yield from self._held(identity for key in names if (identity := self._identity(key)) is not None)
+        found = (identity for key in names if (identity := self._identity(key)) is not None)
+        return (identity for identity in found if namespace is None or identity[:NAMESPACE_BYTES] == namespace)
 
     def usage(self) -> Usage:
         """The server's memory and keys: all of them, for it knows no others. Asked for anew, beside this, where they are old."""

@@ -24,12 +24,13 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvd.store.identity import Identity
+from kvd.store.identity import NAMESPACE_BYTES, Identity
 from kvd.store.retention import expired
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import (
@@ -469,6 +470,13 @@ class SlotAdapter(Adapter):
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         return self._ledger.items(self._lock, self._clock_ns())
+
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """Expired ones as well: a clock that is set back would bring them back. And what could not be wiped."""
+        with self._lock:
+            left = [identity for identity, _ in self._unwiped.values()]
+        held = (identity for identity, _ in self._ledger.items(self._lock, 0))
+        return (identity for identity in chain(left, held) if namespace is None or identity[:NAMESPACE_BYTES] == namespace)
 
     def usage(self) -> Usage:
         with self._lock:

@@ -414,6 +414,10 @@ class Stripe(Adapter):
                         seen.add(identity)
                         yield identity, hit
 
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        usable = [member.adapter for member in self._members if self._usable(member)]
+        return iter({identity for adapter in usable for identity in adapter.identities(namespace)})
+
     # ---- lending -----------------------------------------------------------------------------------------------------
 
     def direct_roots(self) -> list[Path]:

@@ -492,22 +492,20 @@ class DiskAdapter(Adapter):
         """See Adapter."""
         if len(namespace) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace is {NAMESPACE_BYTES} bytes, not {len(namespace)}")
-        with self._catalog.changed:
-            keys = self._catalog.index.keys(namespace)
-        return self.delete([namespace + key for key in keys])
+        return super().delete_namespace(namespace)
 
     def enumerate(self) -> Iterator[tuple[Identity, Hit]]:
         """See Adapter. A snapshot of the keys of each namespace as it is come to."""
+        return self._held(self.identities(None))
+
+    def identities(self, namespace: bytes | None) -> Iterator[Identity]:
+        """Expired ones as well: a clock that is set back would bring them back."""
         with self._catalog.changed:
-            namespaces = self._catalog.index.namespaces()
-        for namespace in namespaces:
+            spaces = self._catalog.index.namespaces() if namespace is None else [namespace]
+        for space in spaces:
             with self._catalog.changed:
-                keys = self._catalog.index.keys(namespace)
-            for some in slices(keys):
-                identities = [namespace + key for key in some]
-                for identity, hit in zip(identities, self.lookup(identities), strict=True):
-                    if hit is not None:
-                        yield identity, hit
+                keys = self._catalog.index.keys(space)
+            yield from (space + key for key in keys)
 
     # -- lending ---------------------------------------------------------------------------------------------------------
 
