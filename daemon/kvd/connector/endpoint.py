@@ -92,6 +92,8 @@ class KvdEndpoint:
             return _refused(refusal)
         except Busy as busy:
             return _refused(Refusal(429, str(busy)))
+        # While it waits here, too, another process of this server may be asked for it.
+        await asyncio.get_running_loop().run_in_executor(None, jobs.leave, job)
         body = {"schema": "kvd.prewarm/1", **job.body(), "status_url": f"/v1/cache/prewarm/{job.id}"}
         return JSONResponse(body, status_code=202, headers={"Location": f"/v1/cache/prewarm/{job.id}"})
 

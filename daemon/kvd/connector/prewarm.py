@@ -11,15 +11,17 @@ asked for a job that another of them runs: so a job's state is also left in the 
     queued -> running -> done | failed
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import logging
+import queue
 import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,8 +92,10 @@ class Prewarmer:
         self._connect = connect
         self._clock = clock
         self._lock = threading.Lock()
+        self._leaving = threading.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvd-prewarm")
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     def start(
         self,
@@ -111,8 +115,13 @@ class Prewarmer:
             self._jobs[job.id] = job
             while len(self._jobs) > MAX_JOBS:
                 self._jobs.popitem(last=False)
+            if len(self._threads) < THREADS:
+                # Not a pool's threads: those are waited for when the interpreter ends, and the server would stop only when
+                # every job that waits here has had its turn.
+                self._threads.append(threading.Thread(target=self._work, name="kvd-prewarm", daemon=True))
+                self._threads[-1].start()
         until = self._clock() + deadline_s
-        self._pool.submit(self._run, job, view, list(hashes), tenant, until)
+        self._waiting.put(functools.partial(self._run, job, view, list(hashes), tenant, until))
         return job
 
     def find(self, job_id: str) -> dict[str, Any] | None:
@@ -130,14 +139,26 @@ class Prewarmer:
 
     def close(self) -> None:
         """Drop what waits, and wait for what runs."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
+            self._waiting.put(None)
+        for thread in threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (run := self._waiting.get()) is not None:
+            run()
 
     def _run(self, job: Job, view: View, hashes: list[bytes], tenant: str, until: float) -> None:
         begun = self._clock()
         try:
             client = self._connect()
             job.state = "running"
-            self._leave(client, job)
+            self.leave(job)
             Run(client, job, view, hashes, tenant, until, self._clock).run()
             job.state = "done"
         except (Down, KvdError) as error:
@@ -146,14 +167,17 @@ class Prewarmer:
             logger.exception("kvd: a prewarm failed")
             job.state, job.error = "failed", f"{type(error).__name__}: {error}"
         job.seconds = round(self._clock() - begun, 6)
+        self.leave(job)
+
+    def leave(self, job: Job) -> None:
+        """Leave a job's state in the daemon, where the server's other processes find it; without one, nothing."""
         try:
-            self._leave(self._connect(), job)
+            client = self._connect()
+            with self._leaving:  # so that no older state comes after a newer one
+                text = json.dumps(job.body()).encode()
+                client.put(_key(job.id), text, namespace=NAMESPACE, retention="ephemeral", ttl_s=REMEMBERED_S)
         except (Down, KvdError) as error:
             logger.debug("kvd: a job's state was not left in the daemon: %s", error)
-
-    @staticmethod
-    def _leave(client: Any, job: Job) -> None:
-        client.put(_key(job.id), json.dumps(job.body()).encode(), namespace=NAMESPACE, retention="ephemeral", ttl_s=REMEMBERED_S)
 
 
 def _key(job_id: str) -> bytes:

@@ -1,5 +1,7 @@
 """Prewarm jobs against a real daemon with a disk tier: what comes up, where a job stops, and what it says."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +167,40 @@ def test_a_job_of_another_process_is_found_by_its_id(kvd_daemon: MakeDaemon, war
         assert neighbour.find(job.id) == job.body()
         assert neighbour.find("0123") is None
         neighbour.close()
+
+
+@pytest.mark.real("kvd")
+def test_a_job_that_waits_is_found_by_another_process_too(kvd_daemon: MakeDaemon) -> None:
+    daemon = kvd_daemon(max_bytes="8MiB", tier="64MiB")
+    gate = threading.Event()
+    with daemon.client() as client:
+
+        def connect() -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                gate.wait(30)
+            return client
+
+        prewarmer, neighbour = Prewarmer(connect), Prewarmer(lambda: client)
+        job = prewarmer.start(view(), hashes(600), 600)
+        prewarmer.leave(job)
+        assert (neighbour.find(job.id) or {}).get("state") == "queued"
+        gate.set()
+        wait_until(lambda: (neighbour.find(job.id) or {}).get("state") == "done", timeout_s=20)
+        prewarmer.close()
+
+
+def test_jobs_do_not_keep_a_server_from_ending() -> None:
+    """A tier that does not answer, and jobs that wait behind it: neither is waited for."""
+    program = (
+        "import threading\n"
+        "from kvd.connector.prewarm import Prewarmer\n"
+        "from tests.kvd.connector.test_connector_prewarm import hashes, view\n"
+        "begun = threading.Event()\n"
+        "prewarmer = Prewarmer(lambda: (begun.set(), threading.Event().wait()))\n"
+        "for _ in range(5): prewarmer.start(view(), hashes(64), 64)\n"
+        "assert begun.wait(30)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def test_without_a_daemon_a_job_fails_and_says_so() -> None:
