@@ -180,7 +180,7 @@ SETTINGS = (
     Setting(
         "long_backend", _word("a long backend", "mooncake", "lmcache"), None, ("KVD_LONG_BACKEND",), help="A pool that hosts share."
     ),
-    Setting("long_config", Path, None, ("KVD_LONG_CONFIG",), help="Its settings, a file in YAML or JSON."),
+    Setting("long_config", _path, None, ("KVD_LONG_CONFIG",), help="Its settings, a file in YAML or JSON."),
     Setting("promote", _switch, False, ("KVD_PROMOTE",), help="Store what a tier gives in those before it that lack it."),
     Setting("l2_adapter", registry.parse_specs, [], ("KVD_L2_ADAPTER",), help="Further tiers, as JSON objects, in this order."),
     Setting("socket_mode", _mode, 0o600, ("KVD_SOCKET_MODE",), help="Mode of the socket file."),

@@ -1,4 +1,4 @@
-"""Variables of an older daemon: accepted under a notice, or named with what there is in their place."""
+"""Variables of the daemon: older names are accepted under a notice, or what there is in their place is named; empty is unset."""
 
 import pytest
 
@@ -31,3 +31,9 @@ def test_each_older_name_is_answered(environ: dict[str, str], said: list[str]) -
 def test_the_daemons_log_has_them(kvd_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFERA_KVD_MAX_BYTES", "1G")
     assert "WARNING kvd: INFERA_KVD_MAX_BYTES has no meaning here" in kvd_daemon(max_bytes="1MiB").text()
+
+
+@pytest.mark.parametrize("name", ["KVD_SOCKET", "KVD_LONG_CONFIG", "KVD_GDS_L1_PATH"])
+def test_an_empty_path_is_none_and_not_the_current_directory(name: str) -> None:
+    setting = next(one.name for one in SETTINGS if one.environment[0] == name)
+    assert resolve(SETTINGS, flags={}, environ={name: ""})[setting].value is None
