@@ -174,7 +174,7 @@ def why(
     json: JsonOption = False,
 ) -> None:
     """Where these keys, or a prompt's, are: in the arena, in a tier, or nowhere, and why not."""
-    if engine:
+    if engine is not None:
         from kvd import engine_commands
         from kvd.commands import not_with_engine
 
@@ -204,7 +204,7 @@ def prefetch(
     json: JsonOption = False,
 ) -> None:
     """Bring values up from the tiers into the arena."""
-    if engine:
+    if engine is not None:
         from kvd import engine_commands
         from kvd.commands import not_with_engine
 

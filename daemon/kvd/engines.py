@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,11 @@ class EngineServer:
             raw = answer.read(MAX_ANSWER)
         except TimeoutError:
             raise TimedOut(f"{self.url} did not answer in {self._timeout_s:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            hint = "SSL_CERT_FILE names a file with the certificate to trust"
+            raise Unreachable(f"the certificate of {self.url} is not trusted: {error.verify_message}", hint=hint) from None
+        except ssl.SSLError:
+            raise Unreachable(f"{self.url} speaks no TLS", hint="is its address http:// and not https://?") from None
         except (OSError, http.client.HTTPException, socket.gaierror) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise Unreachable(

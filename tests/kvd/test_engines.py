@@ -7,8 +7,11 @@ small ones that answer as the documentation of other engines says they do.
 import http.server
 import json
 import re
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from tests.support.daemon import MakeDaemon
 from tests.support.processes import run_cli
 from tests.support.servers import free_port
 
-Start = Callable[[dict[str, Any]], str]
+Start = Callable[..., str]
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def server() -> Iterator[Start]:
     """Starts servers that answer these paths with this JSON (or text), and 404 to all else; their URL."""
     made: list[http.server.ThreadingHTTPServer] = []
 
-    def start(answers: dict[str, Any]) -> str:
+    def start(answers: dict[str, Any], context: ssl.SSLContext | None = None) -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found = answers.get(self.path)
@@ -43,6 +46,8 @@ def server() -> Iterator[Start]:
                 pass
 
         made.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        if context is not None:
+            made[-1].socket = context.wrap_socket(made[-1].socket, server_side=True)
         threading.Thread(target=made[-1].serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{made[-1].server_address[1]}"
 
@@ -160,6 +165,23 @@ def test_an_engine_that_reset_its_caches_is_told_apart(server: Start) -> None:
     assert re.search(r"warn +reset +the engine reset its caches: until it restarts", ran.stdout)
 
 
+def test_what_is_wrong_with_tls_is_told_apart_from_a_server_that_is_not_there(server: Start, tmp_path: Path) -> None:
+    plain = server(VLLM)
+    ran = run_cli("kvd", "status", "--engine", plain.replace("http:", "https:"))
+    assert (ran.rc, "speaks no TLS\nhint: is its address http://" in ran.stderr) == (4, True)
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", "/CN=kv"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
+    subprocess.run(["openssl", *words, *more, "-keyout", key, "-out", certificate], capture_output=True, check=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    secure = server(VLLM, context).replace("http:", "https:")
+    ran = run_cli("kvd", "why", "--engine", secure, "-", stdin="a prompt")
+    assert (ran.rc, "is not trusted: self" in ran.stderr, "hint: SSL_CERT_FILE" in ran.stderr) == (4, True, True)
+    ran = run_cli("kvd", "why", "--engine", secure, "-", stdin="a prompt", env={"SSL_CERT_FILE": str(certificate)})
+    assert (ran.rc, "has no kvd routes" in ran.stderr) == (3, True)
+
+
 @pytest.mark.real("kvd")
 def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
     port = free_port()
@@ -189,6 +211,8 @@ def test_the_daemons_own_window_is_no_engine(kvd_daemon: MakeDaemon) -> None:
         (("why", "--engine", "http://127.0.0.1:1", "/nope"), 2, "/nope: No such file or directory"),
         (("why", "--engine", "http://127.0.0.1:1", "a", "b"), 2, "one prompt at a time"),
         (("prefetch", "--engine", "http://127.0.0.1:1", "aa" * 32, "b"), 2, "not a block hash: 'b'"),
+        (("why", "--engine", "", "-"), 2, "not an engine's URL: ''"),
+        (("prefetch", "--engine", "", "-"), 2, "not an engine's URL: ''"),
         (("status", "--engine", "http://me:secret@127.0.0.1:1"), 2, "an API key goes into VLLM_API_KEY"),
         (("status", "--engine", "http://127.0.0.1:1"), 4, "Connection refused"),
         (("status", "--probe"), 2, "--probe goes with --engine only"),
