@@ -18,6 +18,7 @@ import errno
 import heapq
 import json
 import os
+import re
 import secrets
 import stat
 import threading
@@ -59,6 +60,7 @@ PIECE = 1 << 20
 """A value is read, or written, and hashed in pieces that fit a core's cache: a second pass over memory costs a quarter more."""
 RECOUNT_S = 30.0
 """After damage the files are counted again before a store that comes so much later, not for each damaged file."""
+NAME = re.compile(rf"[0-9a-f]{{{2 * IDENTITY_BYTES}}}\.kv")
 VICTIMS = 16384
 """How many of the oldest files a scan remembers for the evictions to come."""
 
@@ -150,6 +152,9 @@ class FsAdapter(Adapter):
 
     # ---- values ------------------------------------------------------------------------------------------------------
 
+    def _failed(self, what: str, error: OSError) -> AdapterError:
+        return AdapterError(f"{self.name}: cannot {what} {self.root}: {error.strerror or error}", hint=hint_for(error))
+
     def _path(self, identity: Identity) -> Path:
         return self.root / "objects" / f"{identity[NAMESPACE_BYTES]:02x}" / f"{identity.hex()}.kv"
 
@@ -174,7 +179,7 @@ class FsAdapter(Adapter):
                 self.counters.store_failures += 1
             results.append(result)
         if failure is not None and not any(result.ok for result in results):
-            raise AdapterError(f"{self.name}: cannot write to {self.root}: {failure.strerror or failure}", hint=hint_for(failure))
+            raise self._failed("write to", failure)
         return results
 
     def _store(self, item: Item) -> Stored:
@@ -255,7 +260,7 @@ class FsAdapter(Adapter):
         if failure is not None:
             self.counters.io_errors += 1
             if not any(found):
-                raise AdapterError(f"{self.name}: cannot read {self.root}: {failure.strerror or failure}", hint=hint_for(failure))
+                raise self._failed("read", failure)
         return found
 
     def _head(self, target: Path) -> tuple[bool, envelope.Head | None]:
@@ -356,9 +361,7 @@ class FsAdapter(Adapter):
             return sum(self._drop(self._path(identity)) for identity in identities)
         except OSError as error:
             self.counters.io_errors += 1
-            raise AdapterError(
-                f"{self.name}: cannot delete in {self.root}: {error.strerror or error}", hint=hint_for(error)
-            ) from None
+            raise self._failed("delete in", error) from None
 
     def _remove_damaged(self, identities: Sequence[Identity]) -> None:
         """What is damaged may have another size than was counted: what is there is counted anew soon."""
@@ -478,7 +481,7 @@ class FsAdapter(Adapter):
                     else:
                         yield identity, head.hit
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
+            raise self._failed("list", error) from None
 
     def identities(self, namespace: bytes | None) -> Iterator[Identity]:
         """By their names alone: what is damaged lies there too."""
@@ -488,7 +491,7 @@ class FsAdapter(Adapter):
                 if identity is not None and (namespace is None or identity[:NAMESPACE_BYTES] == namespace):
                     yield identity
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot list {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
+            raise self._failed("list", error) from None
 
     def usage(self) -> Usage:
         with self._lock:
@@ -499,7 +502,7 @@ class FsAdapter(Adapter):
         try:
             return Durability.FSYNC if sync_file_system(self.root) else Durability.NONE
         except OSError as error:
-            raise AdapterError(f"{self.name}: cannot sync {self.root}: {error.strerror or error}", hint=hint_for(error)) from None
+            raise self._failed("sync", error) from None
 
     def describe(self) -> dict[str, object]:
         return {"path": str(self.root), "durability": self.durability.name.lower()}
@@ -519,11 +522,7 @@ def sync_file_system(root: Path) -> bool:
 
 def _identity(target: Path) -> Identity | None:
     """Whose file this is by its name; None where it is none of ours."""
-    try:
-        identity = bytes.fromhex(target.name.removesuffix(".kv"))
-    except ValueError:
-        return None
-    return identity if len(identity) == IDENTITY_BYTES else None
+    return bytes.fromhex(target.stem) if NAME.fullmatch(target.name) else None
 
 
 def _open(target: Path) -> int | None:
