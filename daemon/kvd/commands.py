@@ -282,11 +282,11 @@ def keys(socket: Path | None, namespace: str | None, limit: int, timeout: str, j
 
     rows: list[tuple[bytes, int, int, int, str]] = []
     with _client(socket, timeout) as client:
-        after, more = b"", True
+        after, more, unlisted = b"", True, list[str]()
         while more and len(rows) < limit:
             page = client.connect().call(p.Keys(0, _namespace(namespace) or b"", after, min(1000, limit - len(rows))), p.KeyPage)
             rows += page.rows
-            more = page.more
+            more, unlisted = page.more, page.unlisted
             if page.rows:
                 after = page.rows[-1][0] + page.rows[-1][4].encode()
     found = [
@@ -301,10 +301,12 @@ def keys(socket: Path | None, namespace: str | None, limit: int, timeout: str, j
         for identity, length, retention, expires, place in rows
     ]
     if json:
-        emit_json("kvd.keys/1", {"keys": found, "more": more})
+        emit_json("kvd.keys/1", {"keys": found, "more": more, "unlisted": unlisted})
         return
+    if unlisted:
+        note(f"not listed: what is in {', '.join(unlisted)} alone (no index in memory): kvd why KEY asks there")
     if not found:
-        note("nothing is stored")
+        note("nothing is stored" + (" elsewhere" if unlisted else ""))
         return
     now = time.time()
     lines = [
@@ -417,6 +419,10 @@ def _forgotten(json: bool, schema: str, body: dict[str, object], sentence: str, 
         )
 
 
+ANSWER_S = "5s"
+"""For what a daemon that has done its work answers at once, however little time that was given."""
+
+
 def drain(socket: Path | None, timeout: str, json: bool) -> None:
     from kvd.wire import protocol as p
     from kvd.wire.client import DURABILITY
@@ -427,9 +433,14 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     word = DURABILITY[done.durability]
     body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left, "why": done.why}
     if not done.left:
+        with _client(socket, ANSWER_S) as client:
+            tiers = len(client.stats()["tiers"])
         where = f"everything is in the tiers (durability {word})"
         if word == "none":
-            where = "there is no tier, or none that promises anything: what is in RAM ends with the daemon"
+            of_them = "which promises" if tiers == 1 else "of which some promise"
+            where = f"everything is in the tier{'s' * (tiers > 1)}, {of_them} nothing (durability none)"
+        if not tiers:
+            where = "there is no tier: what is in RAM ends with the daemon"
         _say(json, "kvd.drain/1", body, f"drained: no new writes; {where}")
         return
     if json:

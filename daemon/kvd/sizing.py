@@ -52,7 +52,8 @@ def page(body: Mapping[str, Any]) -> Iterator[str]:
     """The lines for people."""
     found, arena, uses = curves(body), body["arena_bytes_limit"], body.get("size_uses_total", 0)
     if "all" not in found:
-        yield "nothing is known yet: no value was read or put"
+        used = body.get("gets_total", 0) + body.get("sets_total", 0)
+        yield f"nothing is known yet: {'the sample has just begun, ask again in 2 s' if used else 'no value was read or put'}"
         return
     yield sentence(found["all"])
     yield ""

@@ -45,12 +45,15 @@ async def page(store: Store, tiering: Tiering, m: p.Keys) -> p.KeyPage:
     loop = asyncio.get_running_loop()
     found = await loop.run_in_executor(None, _smallest, _snapshot(store, m.namespace, after), after, limit + 2)
     rows = [row for identity in found if (row := _row(store, identity)) is not None]
+    unlisted = []
     for tier in tiering.tiers:
-        if tier.adapter.capabilities.enumerate and tier.adapter.capabilities.local_index:
+        if not (tier.adapter.capabilities.enumerate and tier.adapter.capabilities.local_index):
+            unlisted.append(tier.name)
+        else:
             held = await tier.call(_smallest_held, tier.adapter, m.namespace, after, limit + 2)
             rows += [(identity, hit.length, int(hit.retention), hit.expires_ns, tier.name) for identity, hit in held]
     rows = sorted(row for row in rows if (row[0], row[4]) > (after, place))
-    return p.KeyPage(m.id, rows[:limit], len(rows) > limit)
+    return p.KeyPage(m.id, rows[:limit], len(rows) > limit, unlisted)
 
 
 def _snapshot(store: Store, namespace: bytes, after: bytes) -> Snapshot:

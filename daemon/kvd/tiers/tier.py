@@ -27,7 +27,7 @@ from kvd.store.index import Slots
 from kvd.store.retention import Retention
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
-from kvd.tiers.adapters.base import Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
+from kvd.tiers.adapters.base import FULL_PAUSE_S, Adapter, AdapterError, AdapterFull, Durability, Hit, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.damage import DamageLog
 from kvd.tiers.breaker import PAUSE_MAX_S, Breaker
 from kvd.tiers.turns import Turns
@@ -156,6 +156,7 @@ class Tier:
         """Values it holds because a later tier had them."""
         self._closing = False
         self._full = False
+        self._said_full = float("-inf")
         self._writers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -382,11 +383,9 @@ class Tier:
             results = _one_each(await self._loop.run_in_executor(self._changes, self.adapter.store, items), items)
             self._took(self.store_s, begun)
             self.breaker.succeeded()
-            self._full = False
+            self._note_full("it has no room for a value and may drop none" if any(r.reason == "full" for r in results) else "")
         except AdapterFull as error:
-            if not self._full:  # once, not for every value that comes while it is
-                log.warning("tier %s is full: %s", self.name, error.message)
-            self._full = True
+            self._note_full(error.message)
             results = [Stored(False, "full")] * len(batch)
         except AdapterError as error:
             self._failed(error.message)
@@ -420,6 +419,14 @@ class Tier:
         self._forget_older([identity for change, identity in refused if not change.copy])
         for (change, _), result in zip(batch, results, strict=True):
             self._finish(change, result.durability if result.ok else Durability.NONE, took=result.ok)
+
+    def _note_full(self, why: str) -> None:
+        """Say that it takes no more, once while that lasts and not for every value that comes; '': it took what it was given."""
+        now = self.store.monotonic()
+        if why and not self._full and now - self._said_full >= FULL_PAUSE_S:
+            self._said_full = now
+            log.warning("tier %s is full: %s", self.name, why)
+        self._full = bool(why)
 
     def _forget_older(self, identities: list[Identity]) -> None:
         """What the tier did not take now, it may still hold from an earlier put under the same key: that is out of date."""

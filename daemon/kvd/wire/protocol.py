@@ -343,10 +343,11 @@ class Info(Answer, tag=58):
 
 
 class KeyPage(Answer, tag=59):
-    """Rows of (identity, length, retention, expires_ns, place)."""
+    """Rows of (identity, length, retention, expires_ns, place); `unlisted`: tiers that only I/O could list."""
 
     rows: list[tuple[bytes, int, int, int, str]]
     more: bool
+    unlisted: list[str] = []
 
 
 class DirectLent(Answer, tag=65):

@@ -221,7 +221,7 @@ def test_a_scan_does_not_drive_out_what_is_read_again_and_again(subject: Subject
 
 
 @capped
-def test_it_stays_within_its_limit_and_says_what_it_holds(subject: Subject) -> None:
+def test_it_stays_within_its_limit_and_says_what_it_holds(subject: Subject, caplog: pytest.LogCaptureFixture) -> None:
     limit = 1 << 20
     with subject.opened(max_bytes=limit) as adapter:
         for number in range(260):
@@ -235,6 +235,7 @@ def test_it_stays_within_its_limit_and_says_what_it_holds(subject: Subject) -> N
         assert usage.entries == len(held)
         assert limit - 16384 < usage.bytes_limit <= limit
         assert put(adapter, 1000, bytes(limit + 1)) == Stored(False, "too_large")
+        assert f"a value of {limit + 1} bytes is not stored" in caplog.text, "a tier that takes none must not look as if it did"
         before = adapter.usage()
     if not adapter.capabilities.durable:
         return

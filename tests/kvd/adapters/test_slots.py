@@ -403,11 +403,16 @@ def test_what_was_evicted_or_replaced_does_not_come_back(tmp_path: Path) -> None
     again.close()
 
 
-def test_a_value_larger_than_a_slot_is_too_large(tmp_path: Path) -> None:
+def test_a_value_larger_than_a_slot_is_too_large(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter = raw_at(tmp_path / "slots")
     adapter.open()
     assert put(adapter, 1, bytes(SLOT - BLOCK)).ok
-    assert put(adapter, 2, bytes(SLOT - BLOCK + 1)) == Stored(False, "too_large")
+    for number in (2, 3):
+        assert put(adapter, number, bytes(SLOT - BLOCK + 1)) == Stored(False, "too_large")
+    said = (
+        f"a value of {SLOT - BLOCK + 1} bytes is not stored, {SLOT - BLOCK} is the most: slot_bytes must be {SLOT + BLOCK} at least"
+    )
+    assert caplog.text.count("is not stored") == caplog.text.count(said) == 1
     assert adapter.flush() is Durability.FSYNC
     adapter.close()
 

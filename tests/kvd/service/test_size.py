@@ -49,6 +49,12 @@ def _share(daemon: Daemon, scale: float) -> float:
     return sizing.curves(body).get("all", {}).get(scale, -1.0)
 
 
+def test_what_was_used_a_moment_ago_is_not_said_to_be_nothing() -> None:
+    body = {"arena_bytes_limit": 1 << 20, "size_hit_share": {"all/1.0": -1.0}}
+    assert list(sizing.page(body | {"sets_total": 0, "gets_total": 0})) == ["nothing is known yet: no value was read or put"]
+    assert "ask again" in next(iter(sizing.page(body | {"sets_total": 1, "gets_total": 0})))
+
+
 def test_a_namespace_has_its_own_line(kvd_daemon: Callable[..., Daemon]) -> None:
     daemon = kvd_daemon(max_bytes="16MiB")
     for name in ("one", "two"):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from kvd.tiers.adapters.base import Durability
 from tests.kvd.tiers.ram_tier import RamTier, running
 from tests.support.processes import run_cli
 
@@ -22,6 +23,16 @@ def test_flush_is_none_while_some_value_was_refused_and_good_again_without_it() 
         ram.refuse = lambda item: ""
         assert client.put(refused, b"z" * 5000, wait="tier").durability == "fsync"
         assert client.flush() == "fsync"
+
+
+def test_a_tier_that_is_full_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ram = RamTier("shelf")
+    with running(ram) as daemon, daemon.client() as client:
+        for _ in range(3):
+            for refusal in ("full", "full", ""):
+                ram.refuse = lambda item, refusal=refusal: refusal  # type: ignore[misc]
+                client.put(os.urandom(32), b"x" * 5000, wait="tier")
+        assert caplog.text.count("tier shelf is full") == 1
 
 
 def test_a_refused_value_that_is_deleted_is_no_longer_missed() -> None:
@@ -57,7 +68,21 @@ def test_drain_of_an_idle_daemon_needs_no_time_and_one_without_tiers_says_what_i
         assert client.put(os.urandom(32), b"x" * 5000)
         ran = run_cli("kvd", "drain", env={"KVD_SOCKET": str(daemon.socket)})
         assert ran.rc == 0
-        assert "what is in RAM ends with the daemon" in ran.stdout
+        assert "there is no tier: what is in RAM ends with the daemon" in ran.stdout
+    near, far = RamTier("near", durability=Durability.NONE), RamTier("far", local_index=False)
+    with running(near, far) as daemon, daemon.client() as client:
+        assert client.put(os.urandom(32), b"x" * 5000)
+        env = {"KVD_SOCKET": str(daemon.socket)}
+        ran = run_cli("kvd", "drain", env=env)
+        assert ran.rc == 0
+        assert "everything is in the tiers, of which some promise nothing (durability none)" in ran.stdout
+        assert run_cli("kvd", "keys", "--json", env=env).json()["unlisted"] == ["far"]
+        daemon.evict_all()
+        near.values.clear()
+        listed = run_cli("kvd", "keys", env=env)
+        assert (listed.rc, listed.stdout) == (0, "")
+        assert "not listed: what is in far alone" in listed.stderr
+        assert "nothing is stored elsewhere" in listed.stderr
 
 
 def test_a_clear_or_delete_that_a_tier_has_not_carried_out_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:

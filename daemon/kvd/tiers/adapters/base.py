@@ -278,6 +278,7 @@ class Adapter(ABC):
         self.evicted: Evicted = _nobody
         """Called, from any thread, with what was dropped to make room: for `kvd why`."""
         self.full_note = FullNote()
+        self._said_large = False
         self._looked_up_damage = DamageLog("kvd stats counts them (corruptions_total); see what keeps the values there")
 
     @property
@@ -288,6 +289,16 @@ class Adapter(ABC):
     def listen(self, evicted: Evicted) -> None:
         """Tell of evictions; called before `open`. An adapter around others passes this on to them."""
         self.evicted = evicted
+
+    def too_large(self, item: Item, most: int, cure: str) -> Stored:
+        """Refuse a value of more than `most` bytes. Said once: a tier that takes none of them looks like one that works."""
+        if not self._said_large:
+            self._said_large = True
+            log.warning(
+                "tier %s: a value of %d bytes is not stored, %d is the most: %s (said once; kvd stats counts them)",
+                self.name, len(item.data), most, cure,
+            )  # fmt: skip
+        return Stored(False, "too_large")
 
     def attach(self, memory: memoryview) -> None:  # noqa: B027 - most adapters need not know
         """The arena, before `open`: where most buffers lie, for those who register memory with a device once."""

@@ -187,7 +187,7 @@ class FsAdapter(Adapter):
             return Stored(False, "expired")
         total = self._total(len(item.data))
         if total > self.max_bytes:
-            return Stored(False, "too_large")
+            return self.too_large(item, self.max_bytes, "give the tier more room")
         if not self._make_room(total):
             return Stored(False, "full")
         try:

@@ -235,7 +235,7 @@ class LmcacheAdapter(Adapter):
     def _refusal(self, item: Item, now: int) -> Stored:
         if expired(item.expires_ns, now):
             return Stored(False, "expired")
-        return Stored(False, "too_large") if len(item.data) > self._max_value else Stored(True)
+        return self.too_large(item, self._max_value, "raise max_value_bytes") if len(item.data) > self._max_value else Stored(True)
 
     def lookup(self, identities: Sequence[Identity]) -> list[Hit | None]:
         if not identities:

@@ -87,7 +87,7 @@ class MockAdapter(Adapter):
         if expired(item.expires_ns, now):
             return Stored(False, "expired")
         if size > self.max_bytes:
-            return Stored(False, "too_large")
+            return self.too_large(item, self.max_bytes, "raise max_size_gb")
         with self._lock:
             self._forget(item.identity)
             left = self.eviction.excess(self._ledger.used, size, self.max_bytes)

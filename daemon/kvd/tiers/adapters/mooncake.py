@@ -225,7 +225,7 @@ class MooncakeAdapter(Adapter):
     def _refusal(self, item: Item, now: int) -> Stored | None:
         if expired(item.expires_ns, now):
             return Stored(False, "expired")
-        return Stored(False, "too_large") if len(item.data) > self._max_value else None
+        return self.too_large(item, self._max_value, "raise max_value_bytes") if len(item.data) > self._max_value else None
 
     def _put(self, items: Sequence[Item]) -> list[int]:
         """Put each item in the place of what is there; the client's codes."""

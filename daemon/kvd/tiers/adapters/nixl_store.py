@@ -233,7 +233,6 @@ class NixlStoreAdapter(SlotAdapter):
         self._pool: Pool | ObjectPool = objects or Pool(name, folder, pool_size, stride, transfers, direct=direct)
         super().__init__(name, self._pool, stride, where=objects.where if objects else str(folder), eviction=eviction)
         self._file_size = file_size
-        self._said = False
 
     def attach(self, memory: memoryview) -> None:
         self._pool.transfers.attach(memory)
@@ -242,10 +241,13 @@ class NixlStoreAdapter(SlotAdapter):
         """The pool has checked its manifest; each slot stands for itself, so there is no geometry to agree on."""
         self._generation = self._pool.generation
 
+    def _cure(self, need: int) -> str:
+        return f"leave file_size out, or make it {need} at least"
+
     def _store(self, item: Item) -> Stored:
         while True:
             try:
-                stored = super()._store(item)
+                return super()._store(item)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -253,15 +255,6 @@ class NixlStoreAdapter(SlotAdapter):
                 self.full_note.note(self.where, self.usage().bytes_limit)
                 if self.eviction.policy == "noop" or not self._give_back():
                     return Stored(False, "full")
-                continue
-            if stored.reason == "too_large" and not self._said:
-                self._said = True
-                log.warning(
-                    "adapter %s: a value of %d bytes does not fit a file of %d and is not stored: "
-                    "leave file_size out, or make it %d at least",
-                    self.name, len(item.data), self.slot_bytes, BLOCK + _padded(len(item.data)),
-                )  # fmt: skip
-            return stored
 
     def _give_back(self) -> bool:
         """Evict one value; False where there is none that may go."""

@@ -238,8 +238,10 @@ class ObjectAdapter(Adapter):
         if expired(item.expires_ns, self._clock_ns()):
             return Stored(False, "expired")
         total = envelope.SIZE + len(item.data)
-        if len(item.data) > self._max_value or (self._max_bytes and total > self._max_bytes):
-            return Stored(False, "too_large")
+        if len(item.data) > self._max_value:
+            return self.too_large(item, self._max_value, "raise max_value_bytes")
+        if self._max_bytes and total > self._max_bytes:
+            return self.too_large(item, self._max_bytes, "raise max_capacity_gb")
         return None
 
     def _make_rooms(self, items: Sequence[Item]) -> dict[Identity, int]:

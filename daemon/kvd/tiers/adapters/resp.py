@@ -198,7 +198,7 @@ class RespAdapter(Adapter):
         if expired(item.expires_ns, now):
             return Stored(False, "expired")
         if len(item.data) > self._max_value:
-            return Stored(False, "too_large")
+            return self.too_large(item, self._max_value, "raise max_value_bytes")
         if self._max_bytes and self._usage.bytes_used + len(item.data) > self._max_bytes:
             return Stored(False, "full")
         return None

@@ -365,12 +365,15 @@ class SlotAdapter(Adapter):
             raise AdapterError(f"{self.name}: cannot write to {self.where}: {failure.strerror or failure}", hint=hint_for(failure))
         return results
 
+    def _cure(self, need: int) -> str:
+        return f"slot_bytes must be {need} at least"
+
     def _store(self, item: Item) -> Stored:
         length = len(item.data)
         if expired(item.expires_ns, self._clock_ns()):
             return Stored(False, "expired")
         if length > self.slot_bytes - BLOCK:
-            return Stored(False, "too_large")
+            return self.too_large(item, self.slot_bytes - BLOCK, self._cure(BLOCK + -(-length // BLOCK) * BLOCK))
         slot = self._slot()
         if slot is None:
             return Stored(False, "full")

@@ -113,7 +113,7 @@ class SerdeAdapter(Wrapper):
                         self._unreadable.pop(items[i].identity, None)
                         self.plain_bytes += len(items[i].data)
                         self.encoded_bytes += len(made.data)
-        return [results.get(i, Stored(False, "too_large")) for i in range(len(items))]
+        return [results.get(i) or self.too_large(item, LENGTH_MAX, "serde takes no longer ones") for i, item in enumerate(items)]
 
     def _check_notes(self, item: Item) -> None:
         """Once: an adapter of somebody's that keeps no notes would lose everything in silence. Raises AdapterError."""

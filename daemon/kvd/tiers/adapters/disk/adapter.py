@@ -358,7 +358,7 @@ class DiskAdapter(Adapter):
         if expired(item.expires_ns, now):
             return Stored(False, "expired")
         if len(item.data) > self.geometry.max_value_bytes:
-            return Stored(False, "too_large")
+            return self.too_large(item, self.geometry.max_value_bytes, "give the tier more room, or larger region_bytes")
         return None
 
     def _drafts(self, items: Sequence[Item], last: dict[Identity, int]) -> dict[Identity, Draft]:
