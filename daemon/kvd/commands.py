@@ -435,10 +435,10 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     if not done.left:
         with _client(socket, ANSWER_S) as client:
             tiers = len(client.stats()["tiers"])
-        where = f"everything is in the tiers (durability {word})"
+        where = f"what goes to tiers is there (durability {word})"
         if word == "none":
             of_them = "which promises" if tiers == 1 else "of which some promise"
-            where = f"everything is in the tier{'s' * (tiers > 1)}, {of_them} nothing (durability none)"
+            where = f"what goes to tiers is there, {of_them} nothing (durability none)"
         if not tiers:
             where = "there is no tier: what is in RAM ends with the daemon"
         _say(json, "kvd.drain/1", body, f"drained: no new writes; {where}")

@@ -25,8 +25,7 @@ from kvd.store.extents import PAGE
 from kvd.store.index import Slots
 from kvd.store.store import ABSENT, Store
 from kvd.store.tombstones import Fate
-from kvd.tiers.adapters.base import Hit
-from kvd.tiers.fetch import NOTHING, Known
+from kvd.tiers.fetch import NOTHING, Known, Source
 from kvd.tiers.tiering import Flushed, Tiering
 from kvd.wire import protocol as p
 from kvtools import __version__
@@ -296,7 +295,7 @@ class Operations:
     async def _prefix_below(self, link: Connection, m: p.Prefix) -> p.Answer:
         """The same with tiers that must be asked: block by block, since what lies behind the first gap is of no use."""
         deadline = _deadline(m.timeout_ms)
-        known: dict[bytes, tuple[int, Hit]] = {}
+        known: dict[bytes, tuple[Source, ...]] = {}
         asked, length = 0, self._leading(m, known)
         while asked <= length < len(m.keys) and asyncio.get_running_loop().time() < deadline:
             asked = length + ASK_KEYS

@@ -17,8 +17,10 @@ LOAD_ITEMS = 32
 LOAD_BYTES = 16 << 20
 """One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
 
-Known = Mapping[Identity, tuple[int, Hit]]
-"""What tiers answered that had to be asked: the number of the tier, and what it holds."""
+Source = tuple[int, Hit]
+"""A tier's number, and what it knows of a value."""
+Known = Mapping[Identity, tuple[Source, ...]]
+"""What tiers answered that had to be asked: all that have a value, in their order."""
 NOTHING: Known = {}
 
 
@@ -48,8 +50,6 @@ class Loading:
     fetches: list[Fetch] = field(default_factory=list)
 
 
-Source = tuple[int, Hit]
-"""A tier's number, and what it knows of a value."""
 Row = tuple[bytes, Identity, Hit, int]
 """A value to load: key, identity, what the tier knows of it, and where in the arena its room is."""
 Wanted = tuple[bytes, Identity, int, Hit]

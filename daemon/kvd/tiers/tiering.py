@@ -329,16 +329,17 @@ class Tiering:
         """Ask the tiers without an index in memory, all at once, for what no other tier has; until the deadline at most."""
         where = self.locate(identities)
         left = list(dict.fromkeys(identity for i, identity in enumerate(identities) if i not in where))
-        asked = [(number, tier) for number, tier in enumerate(self.tiers) if not tier.adapter.capabilities.local_index]
-        if not left or not asked:
-            return NOTHING
+        return await self._asked(left, deadline_s) if left else NOTHING
+
+    async def _asked(self, identities: list[Identity], deadline_s: float) -> Known:
+        asked = [tier for tier in self.tiers if not tier.adapter.capabilities.local_index]
         deadline_s = min(deadline_s, asyncio.get_running_loop().time() + ASK_S)
-        known: dict[Identity, tuple[int, Hit]] = {}
-        answers = await asyncio.gather(*(tier.ask(left, deadline_s) for _, tier in asked))
-        for (number, _), found in zip(asked, answers, strict=True):
-            for identity, hit in zip(left, found, strict=True):
+        known: dict[Identity, tuple[Source, ...]] = {}
+        answers = await asyncio.gather(*(tier.ask(identities, deadline_s) for tier in asked))
+        for tier, found in zip(asked, answers, strict=True):
+            for identity, hit in zip(identities, found, strict=True):
                 if hit is not None:
-                    known.setdefault(identity, (number, hit))
+                    known[identity] = (*known.get(identity, ()), (tier.number, hit))
         return known
 
     def has(self, identities: Sequence[Identity], known: Known = NOTHING) -> list[bool]:
@@ -375,12 +376,13 @@ class Tiering:
         if not where:
             return fetch
         if not self.policies.plain_source:
-            self._choose_sources(identities, where, known)
+            await self._choose_sources(identities, where, known, deadline_s)
         fetch = fetch or Fetch(client, stays)
         first = {key: i for i, key in reversed(list(enumerate(keys))) if i in where}
         # In key order, whichever tier each comes from: room that one's later keys took would cut the run short at another's.
         rows = [(keys[i], identities[i], *where[i]) for i in sorted(first.values())]
-        maker = Maker(self, fetch, namespace, known, deadline_s, stale=self._turn.locked())
+        stale = self._turn.locked() or not self.policies.plain_source
+        maker = Maker(self, fetch, namespace, known, deadline_s, stale=stale)
         try:
             async with asyncio.timeout_at(deadline_s):
                 await self._turn.acquire()
@@ -396,14 +398,19 @@ class Tiering:
             self._turn.release()
         return fetch
 
-    def _choose_sources(self, identities: Sequence[Identity], where: dict[int, tuple[int, Hit]], known: Known) -> None:
-        """Where several tiers have a value, let the policy say which of them loads it."""
+    async def _choose_sources(
+        self, identities: Sequence[Identity], where: dict[int, Source], known: Known, deadline_s: float
+    ) -> None:
+        """Where several tiers have a value, let the policy say which of them loads it; those that must be asked are."""
         places = list(where)
+        unasked = list(dict.fromkeys(identities[i] for i in places if identities[i] not in known))
+        if unasked and self.must_ask:
+            known = {**known, **await self._asked(unasked, deadline_s)}
         found = [dict(zip(places, tier.has([identities[i] for i in places]), strict=True)) for tier in self.tiers]
         for i in places:
             holders = {number: hit for number, hits in enumerate(found) if (hit := hits[i]) is not None}
-            if identities[i] in known:
-                holders.setdefault(*known[identities[i]])
+            for number, hit in known.get(identities[i], ()):
+                holders.setdefault(number, hit)
             if len(holders) > 1:
                 hit = where[i][1]
                 value = Value(identities[i], hit.length, hit.retention, hit.expires_ns)
@@ -423,9 +430,10 @@ class Tiering:
                     where[i] = (number, hit)
             left = [i for i in left if i not in where]
         for i in left if known else ():
-            found_at = known.get(identities[i])
-            if found_at is not None and identities[i] not in self.tiers[found_at[0]].doomed:
-                where[i] = found_at
+            for source in known.get(identities[i], ()):
+                if identities[i] not in self.tiers[source[0]].doomed:
+                    where[i] = source
+                    break
         if where and (self._clearing or self.store.index.mortal):
             # Under a key whose newest value has just expired in RAM, a tier may still hold an older one: that stays hidden.
             hides = self.store.index.hides

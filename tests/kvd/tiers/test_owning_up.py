@@ -75,7 +75,7 @@ def test_drain_of_an_idle_daemon_needs_no_time_and_one_without_tiers_says_what_i
         env = {"KVD_SOCKET": str(daemon.socket)}
         ran = run_cli("kvd", "drain", env=env)
         assert ran.rc == 0
-        assert "everything is in the tiers, of which some promise nothing (durability none)" in ran.stdout
+        assert "what goes to tiers is there, of which some promise nothing (durability none)" in ran.stdout
         assert run_cli("kvd", "keys", "--json", env=env).json()["unlisted"] == ["far"]
         daemon.evict_all()
         near.values.clear()

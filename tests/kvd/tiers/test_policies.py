@@ -245,13 +245,26 @@ def test_a_policy_chooses_the_tiers_and_the_others_forget(run: Callable[..., Any
     wait_until(lambda: not b.values, what="the other tier to forget the old value")
 
 
-def test_a_policy_chooses_who_loads(run: Callable[..., Any]) -> None:
-    a, b = RamTier("a"), RamTier("b")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_a_policy_chooses_who_loads(run: Callable[..., Any], first: bool, second: bool) -> None:
+    """Also among tiers that only I/O can ask whether they have it."""
+    a, b = RamTier("a", local_index=first), RamTier("b", local_index=second)
     daemon, client = run(a, b, prefetch=Last())
     client.put(key(1), value(1), wait="tier")
     daemon.evict_all()
     assert client.get(key(1)) == value(1)
     assert (a.loads.calls, b.loads.calls) == (0, 1)
+    client.ping()  # what went before it, the end of a read, has been done
+    daemon.evict_all()
+    with client.claim(client.prefix([key(1)], pin_s=5.0).token or b"") as lease:
+        assert [bytes(view or b"") for view in lease.views] == [value(1)]
+    assert (a.loads.calls, b.loads.calls) == (0, 2)
+    b.loads.failing = "it is away"
+    client.ping()
+    daemon.evict_all()
+    assert client.get(key(1)) == value(1)
+    assert (a.loads.calls, b.loads.calls) == (1, 3)
 
 
 def test_policies_that_fail_cost_nothing_and_are_counted(run: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
