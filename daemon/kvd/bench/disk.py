@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvd.bench.arena import BATCH_BYTES, MEMCPY, Batch, keys
 from kvd.bench.clients import Crowd
 from kvd.bench.figures import Figure, pairwise
@@ -108,14 +110,45 @@ def check_works(client: Client, name: str) -> None:
         return
 
 
+def floats_of(spec: Mapping[str, Any]) -> str | None:
+    """The floats that an adapter of this specification quantizes, None where it does not."""
+    stages = spec.get("serde") or []
+    for stage in [stages] if isinstance(stages, Mapping) else stages:
+        if stage.get("type") == "fp8":
+            return str(stage.get("dtype", "bfloat16"))
+    return None
+
+
+def quantizable(room: "np.ndarray[Any, np.dtype[np.uint8]]", dtype: str) -> None:
+    """Fill it with floats of four significant bits: fp8 would pass random bytes on as they are, and these come back exactly."""
+    count = len(room) // (4 if dtype == "float32" else 2)
+    chance = np.random.default_rng(3)
+    made = chance.integers(8, 16, count) * np.exp2(-chance.integers(3, 7, count)) * (1 - 2 * chance.integers(0, 2, count))
+    if dtype == "bfloat16":
+        words = (made.astype("<f4").view("<u4") >> 16).astype("<u2")
+    else:
+        words = made.astype("<f4" if dtype == "float32" else "<f2")
+    room[: words.nbytes] = words.view(np.uint8)
+
+
 def measure(
-    own: Own, client: Client, name: str, folder: Path | None, size: int, seconds: float, step: Callable[[str], None]
+    own: Own,
+    client: Client,
+    name: str,
+    folder: Path | None,
+    size: int,
+    seconds: float,
+    step: Callable[[str], None],
+    floats: str | None = None,
 ) -> Iterator[Figure]:
-    """Store and load of the tier `name` that `client`'s daemon has; the floor lies in `folder`."""
+    """Store and load of the tier `name` that `client`'s daemon has; the floor lies in `folder`. `floats`: see `floats_of`."""
     count = max(2, min(256, BATCH_BYTES // size))
     batch = Batch(size, count * size, salt=f"{name}/")
-    part = own.part()
-    floor: Floor = Memory(batch) if folder is None else Raw(part, folder, size, batch.count)
+    if floats is not None:
+        for part in batch.parts:
+            quantizable(part, floats)
+    own = own.part()
+    floor: Floor = Memory(batch) if folder is None else Raw(own, folder, size, batch.count)
     items = list(zip(batch.keys, batch.parts, strict=True))
 
     def store() -> None:
@@ -136,7 +169,7 @@ def measure(
     batch.get(client)
     batch.check()
     client.delete(batch.keys)
-    part.remove()
+    own.remove()
 
 
 def wait(own: Own, socket: Path, client: Client, seconds: float, step: Callable[[str], None]) -> Figure:

@@ -185,13 +185,14 @@ class Bench:
         part = self.own.part()
         folder = disk.folder_of(part, spec)
         client = self._client(part, env={"KVD_L2_ADAPTER": text.dumps(dict(spec))})
-        yield from self._tier(part, client, name, folder)
+        yield from self._tier(part, client, name, folder, disk.floats_of(spec))
         part.remove()
 
-    def _tier(self, part: Own, client: Client, name: str, folder: Path | None) -> Iterator[Figure]:
+    def _tier(self, part: Own, client: Client, name: str, folder: Path | None, floats: str | None = None) -> Iterator[Figure]:
         disk.check_works(client, name)
         for size in self.plan.sizes:
-            yield from disk.measure(part, client, name, folder, size, self.plan.seconds, self.bar.of(format_size(size)))
+            step = self.bar.of(format_size(size))
+            yield from disk.measure(part, client, name, folder, size, self.plan.seconds, step, floats)
         self._reload(client, name)
 
     def _reload(self, client: Client, place: str) -> None:

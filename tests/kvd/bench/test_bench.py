@@ -9,9 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvd.bench import disk
 from kvd.bench.reload import Prefix, sentence
+from kvd.store.retention import Retention
+from kvd.tiers.adapters import registry
+from kvd.tiers.adapters.base import Item, Loaded, Want
 from kvtools.errors import UsageError
 from tests.support.daemon import MakeDaemon
 from tests.support.processes import SCRIPTS, SHARED_MEMORY, Ran, run_cli, survivors
@@ -172,6 +177,24 @@ def test_a_tier_that_does_not_work_is_said_at_once(place: Place) -> None:
     assert "Connection refused" in ran.stderr
     assert "Traceback" not in ran.stderr
     place.nothing_left()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_a_tier_that_quantizes_is_given_what_it_quantizes(dtype: str, size: int) -> None:
+    """Random bytes are no floats: they would pass as they are, and the figures would be those of a tier without fp8."""
+    spec = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 64, "serde": [{"type": "fp8", "dtype": dtype}]}
+    assert disk.floats_of(spec) == disk.floats_of(spec | {"serde": spec["serde"][0]}) == dtype  # type: ignore[index]
+    assert disk.floats_of({"type": "mock"}) is None
+    (adapter,) = registry.build([registry.Spec(spec)])
+    adapter.open()
+    room = np.zeros(1 << 16, dtype=np.uint8)
+    disk.quantizable(room, dtype)
+    assert adapter.store([Item(bytes(64), memoryview(room), Retention.LONG)])[0].ok
+    assert adapter.describe()["serde_encoded_bytes"] < 1.1 * len(room) / size  # type: ignore[operator]
+    into = np.zeros_like(room)
+    assert adapter.load([Want(bytes(64), memoryview(into))]) == [Loaded.OK]
+    assert np.array_equal(into, room), "and the bench compares what comes back"
+    adapter.close(1.0)
 
 
 @pytest.mark.slow
