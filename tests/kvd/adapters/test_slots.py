@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from kvd.store.retention import NEVER, Retention
 from kvd.tiers.adapters import raw_block, registry, slots
-from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored
+from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.kind import Eviction
 from kvd.tiers.adapters.ledger import Entry
 from kvd.tiers.adapters.raw_block import FileMedium, RawBlockAdapter
@@ -55,6 +56,44 @@ def test_a_file_that_was_removed_keeps_nothing_and_says_so(tmp_path: Path, kind:
         adapter.flush()
     assert get(adapter, 1, 4) == b"kept", "as long as it is open"
     adapter.close()
+
+
+CUT = """
+import os, sys
+from kvd.tiers.adapters import registry
+from kvd.tiers.adapters.base import AdapterError
+from tests.kvd.adapters.test_conformance import body, get, put
+path, kind, size = sys.argv[1:]
+at = {"capacity_bytes": 1 << 20} if kind == "raw_block" else {"max_dax_size_gb": 1 / 1024}
+(adapter,) = registry.build([{"type": kind, "device_path": path, "slot_bytes": 12288, **at}])
+adapter.open()
+for number in range(10):
+    assert put(adapter, number).ok
+os.truncate(path, int(size))
+kept = 0
+for number in range(10):
+    try:
+        assert get(adapter, number) == body(number)
+        kept += 1
+    except AdapterError as error:
+        print(error.message)
+try:
+    put(adapter, 50)
+except AdapterError as error:
+    print(error.message)
+adapter.close()
+print("kept", kept)
+"""
+
+
+@pytest.mark.parametrize(("kind", "says"), [("raw_block", "it ends before byte"), ("dax", "the file was cut to")])
+def test_a_file_that_was_cut_short_is_an_error_and_no_death(tmp_path: Path, kind: str, says: str) -> None:
+    """To touch a mapping behind its file's end ends the process."""
+    command = [sys.executable, "-c", CUT, str(tmp_path / "slots"), kind, str(BLOCK + 4 * SLOT)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert ran.returncode == 0, ran.stderr
+    assert f"cannot read {tmp_path}/slots: {says}" in ran.stdout
+    assert "kept 0" not in ran.stdout
 
 
 def test_one_daemon_a_device(tmp_path: Path) -> None:
@@ -357,6 +396,22 @@ def test_a_damaged_value_that_is_replaced_while_it_is_read(tmp_path: Path) -> No
     assert [get(adapter, number) for number in range(10, 19)] == [body(number) for number in range(10, 19)]
     assert get(adapter, 1, 6) == b"second"
     assert adapter.counters.evictions == 0
+    adapter.close()
+
+
+def test_what_goes_while_it_is_read_is_a_miss_and_no_error(tmp_path: Path) -> None:
+    """Some media answer such a read with an error: that says nothing about the medium."""
+    adapter = raw_at(tmp_path / "slots")
+    adapter.open()
+    put(adapter, 1)
+
+    def emptied(slot: int, want: Want) -> bool:
+        adapter.delete([ident(1)])
+        raise OSError(errno.EIO, "Input/output error")
+
+    adapter._read = emptied  # type: ignore[method-assign]
+    assert get(adapter, 1) is Loaded.MISS
+    assert adapter.counters.io_errors == 0
     adapter.close()
 
 

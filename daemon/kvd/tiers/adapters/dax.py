@@ -6,6 +6,7 @@ Any file does, and then behaves as the page cache does. Values are copied, never
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,21 @@ class MapMedium(Medium):
                 self._view.release()
                 self._map.close()
 
+    def _refuse_cut(self, end: int) -> None:
+        """Raises OSError where the file has become shorter: whoever touches a mapping behind its file's end is killed."""
+        state = os.fstat(self._fd)
+        if stat.S_ISREG(state.st_mode) and state.st_size < end:
+            raise OSError(errno.EIO, f"the file was cut to {state.st_size} bytes")
+
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._refuse_cut(offset + sum(map(len, buffers)))
         for buffer in buffers:
             envelope.copy(buffer, self._view[offset : offset + len(buffer)])
             offset += len(buffer)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         refuse_removed(self._fd)
+        self._refuse_cut(offset + sum(map(len, buffers)))
         for buffer in buffers:
             envelope.copy(self._view[offset : offset + len(buffer)], buffer)
             offset += len(buffer)

@@ -473,13 +473,12 @@ class FsAdapter(Adapter):
         now = self._clock_ns()
         try:
             for target, _ in self._files():
-                identity = _identity(target)
-                head = self._head(target)[1] if identity is not None else None
-                if identity is not None and head is not None and head.identity == identity:
+                head = self._head(target)[1]
+                if head is not None and head.identity == _identity(target):
                     if expired(head.expires_ns, now):
                         self._drop(target)
                     else:
-                        yield identity, head.hit
+                        yield head.identity, head.hit
         except OSError as error:
             raise self._failed("list", error) from None
 

@@ -127,7 +127,7 @@ class FileMedium(Medium):
         while left:
             moved = call(self._fd, left, offset)
             if moved <= 0:
-                raise OSError(errno.EIO, f"nothing at byte {offset}")
+                raise OSError(errno.EIO, f"it ends before byte {offset}")
             offset += moved
             while left and moved >= len(left[0]):
                 moved -= len(left.pop(0))

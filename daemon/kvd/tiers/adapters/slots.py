@@ -412,8 +412,12 @@ class SlotAdapter(Adapter):
     def load(self, wants: Sequence[Want]) -> list[Loaded]:
         results = []
         counters = self.counters
+        failure: OSError | None = None
         for want in wants:
-            result = self._load(want)
+            try:
+                result = self._load(want)
+            except OSError as error:
+                failure, result = error, Loaded.ERROR
             if result is Loaded.OK:
                 counters.hits += 1
                 counters.load_bytes += len(want.into)
@@ -421,9 +425,12 @@ class SlotAdapter(Adapter):
             counters.corruptions += result is Loaded.CORRUPT
             counters.io_errors += result is Loaded.ERROR
             results.append(result)
+        if failure is not None and all(result is Loaded.ERROR for result in results):
+            raise AdapterError(f"{self.name}: cannot read {self.where}: {failure.strerror or failure}", hint=hint_for(failure))
         return results
 
     def _load(self, want: Want) -> Loaded:
+        """Fill one buffer. Raises OSError."""
         with self._lock:
             hit = self._ledger.hit(want.identity, self._clock_ns())
             if hit is None or hit.length != len(want.into):
@@ -438,7 +445,10 @@ class SlotAdapter(Adapter):
                     return Loaded.MISS
                 self._ledger.remove(want.identity)
         except OSError:
-            return Loaded.ERROR
+            with self._lock:
+                if entry.gone:  # the same: a file that is emptied while it is read may be an error to who reads it
+                    return Loaded.MISS
+            raise
         finally:
             self._unpin(entry)
         with contextlib.suppress(OSError):  # it stays out of use
