@@ -29,6 +29,13 @@ SUBMITTED = "Prefetch request submitted: %d total keys, %d L1 prefix hits, %d re
 """Logged at DEBUG, in the words that operators of LMCache look for."""
 
 
+def log_submitted(slots: Slots) -> None:
+    """Say at DEBUG how many of the values that are wanted, in order, are in RAM: `slots`, ABSENT where not."""
+    if log.isEnabledFor(logging.DEBUG):
+        here = next(iter(np.flatnonzero(slots == ABSENT).tolist()), len(slots))
+        log.debug(SUBMITTED, len(slots), here, len(slots) - here)
+
+
 @dataclass
 class Part:
     """One namespace's share: a slot a key (ABSENT: being fetched, or nowhere), what of it we pinned, what is on its way."""
@@ -75,10 +82,9 @@ class Gathering:
         except BaseException:
             self.let_go()
             raise
-        if self.tiering.tiers and log.isEnabledFor(logging.DEBUG):
+        if self.tiering.tiers:
             for part in self.parts.values():
-                here = next(iter(np.flatnonzero(part.slots == ABSENT).tolist()), len(self.keys))
-                log.debug(SUBMITTED, len(self.keys), here, len(self.keys) - here)
+                log_submitted(part.slots)
         return self
 
     async def _block(self, namespace: bytes, part: Part, start: int, end: int, deadline_s: float) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from kvd.service import rounds
 from kvd.service.direct import DirectDesk
 from kvd.service.faults import fault
-from kvd.service.gather import Gathering
+from kvd.service.gather import Gathering, log_submitted
 from kvd.service.histogram import OPERATION_BOUNDS_S, Histogram
 from kvd.service.server import Connection
 from kvd.service.writing import CLOGGED, Writing
@@ -350,6 +350,7 @@ class Operations:
         deadline = _deadline(m.timeout_ms)
         known = await self._ask([m.namespace], m.keys, deadline)
         slots = self.store.find(m.namespace, m.keys)
+        log_submitted(slots)
         absent = [m.keys[i] for i in np.flatnonzero(slots == ABSENT).tolist()]
         fetch = await self.tiering.fetch(m.namespace, absent, deadline, known=known, client=link, stays=True)
         if fetch is None:

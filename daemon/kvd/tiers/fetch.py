@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LOAD_ITEMS = 32
 LOAD_BYTES = 16 << 20
-"""One thread's share of a promotion: enough to be worth a thread, small enough to spread over several."""
+"""One thread's share of a promotion, or the tier's budget where that is less: worth a thread, and one of several."""
 
 Source = tuple[int, Hit]
 """A tier's number, and what it knows of a value."""
@@ -83,10 +83,11 @@ class Maker:
                         return
                     continue
                 key, identity, number, hit = row
-                share = shares.setdefault(number, [])
-                share.append((key, identity, hit, offset))
-                if len(share) >= LOAD_ITEMS or sum(hit.length for _, _, hit, _ in share) >= LOAD_BYTES:
+                most = min(LOAD_BYTES, self.tiering.tiers[number].turns.budget)
+                share = shares.get(number)
+                if share and (len(share) >= LOAD_ITEMS or sum(held.length for _, _, held, _ in share) + hit.length > most):
                     self._spawn({number: shares.pop(number)})
+                shares.setdefault(number, []).append((key, identity, hit, offset))
         finally:
             self._spawn(shares)
 

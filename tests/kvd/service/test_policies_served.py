@@ -25,7 +25,10 @@ def test_the_log_has_the_messages_that_operators_look_for(kvd_daemon: Callable[.
             client.put(key(n), bytes(100_000), wait="tier")
         daemon.run("evict", key(4).hex(), key(5).hex())
         assert client.get_many([key(n) for n in range(8)])[4:] == [bytes(100_000)] * 2 + [None] * 2
+        daemon.run("evict", key(5).hex())
+        assert client.prefetch([key(0), key(5), key(9)]) == 1
     log = daemon.text()
+    assert "Prefetch request submitted: 3 total keys, 1 L1 prefix hits, 2 remaining for L2" in log
     submitted = re.findall(r"DEBUG kvd.tiers: Submitted store task (\d+) to adapter 0 \(fs\) with (\d+) keys\.", log)
     completed = re.findall(r"DEBUG kvd.tiers: L2 store task (\d+) completed: adapter 0 \(fs\), (\d+) of (\d+) keys\.", log)
     assert sum(int(keys) for _, keys in submitted) == 6

@@ -9,6 +9,7 @@ import pytest
 
 from kvd.store.identity import namespace_of
 from kvd.tiers import policies
+from kvd.tiers.adapters.base import Loaded, Want
 from kvd.tiers.policies import Asking, PrefetchPolicy, Retain, SkipL1, StorePolicy, TierState, Value
 from kvd.wire.client import Client
 from kvtools.errors import UsageError
@@ -353,6 +354,28 @@ def test_periodic_work_that_fails_is_counted_and_the_rest_goes_on(
 
 
 # ---- many requests at once -----------------------------------------------------------------------------------------------
+
+
+def test_no_more_bytes_than_the_budget_are_loaded_at_once(run: Callable[..., Any]) -> None:
+    """A thread's share is bounded by it too; one value may always be loaded, however large."""
+    tier = RamTier()
+    tier.prefetch_max_bytes = 2 * MIB
+    at_once: list[int] = []
+    load = tier.load
+
+    def measured(wants: Sequence[Want]) -> list[Loaded]:
+        at_once.append(sum(len(want.into) for want in wants))
+        return load(wants)
+
+    tier.load = measured  # type: ignore[method-assign]
+    daemon, client = run(tier, max_bytes=64 * MIB)
+    sizes = [MIB, MIB, MIB // 2, 3 * MIB, MIB, MIB, MIB, 100]
+    for n, size in enumerate(sizes):
+        client.put(key(n), value(n, size), wait="tier")
+    daemon.evict_all()
+    with client.read([key(n) for n in range(8)]) as lease:
+        assert [bytes(view or b"") for view in lease.views] == [value(n, size) for n, size in enumerate(sizes)]
+    assert at_once == [2 * MIB, MIB // 2, 3 * MIB, 2 * MIB, MIB + 100]
 
 
 def test_only_so_many_requests_load_at_once(run: Callable[..., Any]) -> None:
