@@ -107,6 +107,11 @@ class Engine:
         seconds = time.perf_counter() - begun
         return [{**_told(out), "seconds": seconds} for out in outputs]
 
+    def embed(self, prompt: list[int]) -> list[float]:
+        """What a pooling model answers."""
+        (out,) = self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        return list(out.outputs.embedding)
+
     def metrics(self) -> dict[str, float]:
         """vLLM's own metrics that have a plain value; labelled ones by `name{label}`."""
         found: dict[str, float] = {}

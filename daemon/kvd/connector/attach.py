@@ -116,6 +116,7 @@ def attach_worker(
     try:
         groups = groups_of(kv_cache_config)
         _check_parallelism(vllm_config)
+        _check_reuse(vllm_config, kv_cache_config)
         storage, device, layouts = find_layouts(groups, kv_cache_config, kv_caches)
     except Unsupported as problem:
         logger.warning("register_kv_caches: %s SKIPS kvd (%s)", *_split(str(problem)))
@@ -188,6 +189,21 @@ def _check_parallelism(vllm_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(f"context parallelism ({name}) spreads a block's tokens over ranks")
+
+
+def _check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse models whose prefixes the engine itself never reuses, since what is computed of one depends on what follows it, or
+    an answer needs every token computed: it hashes blocks and asks a connector all the same.
+    """
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in (getattr(group.kv_cache_spec, "kv_cache_specs", None) or {"": group.kv_cache_spec}).values():
+            if getattr(spec, "non_causal", False):
+                raise Unsupported(f"{group.layer_names[0]}: its attention is not causal, a prefix depends on what follows it")
+    model = vllm_config.model_config
+    if not getattr(model, "is_prefix_caching_supported", True):
+        pooling = getattr(getattr(model, "pooler_config", None), "seq_pooling_type", None)
+        kind = f"{pooling} pooling needs" if pooling else "this kind of model needs"
+        raise Unsupported(f"{kind} every token computed: vLLM reuses no prefix of it")
 
 
 def make_mover(storage: Any, device: Any, layouts: Sequence[GroupLayout]) -> Mover:

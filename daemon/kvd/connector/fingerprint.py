@@ -7,6 +7,8 @@ Facts are a flat dict of words, so that a mismatch can be named field by field. 
     model         its configuration as the engine reads it (overrides included)
     weights       names, sizes and samples of the weight files; for a hub name without local files: name and revision
     dtype, cache_dtype, quantization
+    max_model_len where the model's positions are encoded differently for long contexts and short ones
+    media         of models that take more than text: how images and the like are prepared
     parallel      this rank's place and the sizes of tensor and pipeline parallelism
     group, layers, spec, block_tokens, lanes, chunk_tokens     the cache group, and the order of bytes in a chunk
 
@@ -28,6 +30,15 @@ from kvd.connector.keys import FORMAT
 
 WINDOW_BYTES = 64 << 10
 WINDOWS = 16
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_MEDIA_OPTIONS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 
 
@@ -69,6 +80,10 @@ def model_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
         "cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
     }
+    if bound_to_length(model.hf_config.to_dict()):
+        facts["max_model_len"] = str(model.max_model_len)
+    if getattr(model, "multimodal_config", None) is not None:
+        facts["media"] = _media(model)
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if "dummy" in load_format:
         facts["weights"] = f"dummy {model.seed}"
@@ -87,6 +102,34 @@ def _configuration(model: Any) -> str:
         config.pop(volatile, None)
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def bound_to_length(config: Any) -> bool:
+    """Whether a prefix's cache depends on how long a context the engine is set up for, by the model's configuration.
+
+    With LongRoPE the engine chooses one of two sets of factors for all positions by its longest context; Llama 4 tempers its
+    attention by it. Engines of different lengths would read each other's cache wrong.
+    """
+    if isinstance(config, Mapping):
+        kind = {str(config.get(name, "")) for name in ("rope_type", "type")}
+        if kind & {"longrope", "su"} or str(config.get("model_type", "")).startswith("llama4"):
+            return True
+        return any(map(bound_to_length, config.values()))
+    return isinstance(config, (list, tuple)) and any(map(bound_to_length, config))
+
+
+def _media(model: Any) -> str:
+    """How media become embeddings: the engine's block hashes cover the media themselves and what a request says, and not the
+    engine's own options and the model's processor files.
+    """
+    given = model.multimodal_config
+    options = {name: getattr(given, name, None) for name in _MEDIA_OPTIONS}
+    options["mm_processor_kwargs"] = {k: v for k, v in (options["mm_processor_kwargs"] or {}).items() if k != "device"}
+    text = json.dumps(options, sort_keys=True, default=str)
+    folder = Path(str(model.model))
+    found: Path | None = folder if folder.is_dir() else hub_folder(str(model.model), getattr(model, "revision", None))
+    files = files_digest(path for name in _PROCESSORS if found is not None and (path := found / name).is_file())
+    return hashlib.sha256(f"{text}{files}".encode()).hexdigest()[:32]
 
 
 def _weights(model: str, revision: str | None) -> str:

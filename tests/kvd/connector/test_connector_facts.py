@@ -1,5 +1,6 @@
 """Settings, what makes a namespace, counters, and that importing the connector touches nothing."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvd.connector import fingerprint
+from kvd.connector import attach, fingerprint
+from kvd.connector.groups import Unsupported
 from kvd.connector.metrics import COUNTERS, REASONED, Counters, join, summary
 from kvd.connector.settings import SETTINGS, read_settings
 from kvtools.errors import UsageError
@@ -131,6 +133,73 @@ def test_what_changes_the_bytes_changes_the_namespace(weights: Path, change: dic
 
     assert namespace() == namespace()
     assert namespace() != namespace(**change)
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"rope_parameters": {"rope_type": "longrope"}},
+        {"text_config": {"rope_scaling": {"type": "longrope"}}},
+        {"text_config": {"model_type": "llama4_text"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_type": "longrope"}}},
+    ],
+)
+def test_where_positions_depend_on_the_longest_context_it_counts(weights: Path, hf: dict[str, Any]) -> None:
+    short, long = ({"model_config__max_model_len": tokens} for tokens in (4096, 131072))
+
+    def facts(**changes: Any) -> dict[str, str]:
+        return fingerprint.model_facts(_engine(weights, **changes), "0.32.0")
+
+    assert fingerprint.differences(facts(hf=hf, **short), facts(hf=hf, **long)) == ["max_model_len: 4096 / 131072"]
+    plain = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    assert facts(hf=plain, **short) == facts(hf=plain, **long), "engines of other models share over lengths"
+
+
+def test_how_images_are_prepared_counts_for_models_that_take_them(weights: Path) -> None:
+    def media(options: dict[str, Any] | None = None, **more: Any) -> str:
+        config = SimpleNamespace(mm_processor_kwargs=options, **more)
+        return fingerprint.model_facts(_engine(weights, model_config__multimodal_config=config), "0.32.0")["media"]
+
+    plain = media()
+    assert media({"device": "cuda"}) == plain == media(), "where it is prepared does not matter"
+    found = {plain, media({"max_pixels": 1000}), media(video_pruning_rate=0.5), media(media_io_kwargs={"video": {"fps": 1}})}
+    (weights / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    found.add(media())
+    (weights / "preprocessor_config.json").write_text('{"image_mean": [0.4]}')
+    found.add(media())
+    assert len(found) == 6
+    assert "media" not in fingerprint.model_facts(_engine(weights, model_config__multimodal_config=None), "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "why"),
+    [
+        ({"is_prefix_caching_supported": True}, {"non_causal": False}, ""),
+        ({}, {}, ""),
+        (
+            {"is_prefix_caching_supported": False, "pooler_config": SimpleNamespace(seq_pooling_type="MEAN")},
+            {},
+            "MEAN pooling needs every token computed: vLLM reuses no prefix of it",
+        ),
+        (
+            {"is_prefix_caching_supported": False, "pooler_config": None},
+            {},
+            "this kind of model needs every token computed: vLLM reuses no prefix of it",
+        ),
+        ({}, {"non_causal": True}, "layer 0: its attention is not causal, a prefix depends on what follows it"),
+        (
+            {},
+            {"kv_cache_specs": {"a": SimpleNamespace(), "b": SimpleNamespace(non_causal=True)}},
+            "layer 0: its attention is not causal, a prefix depends on what follows it",
+        ),
+    ],
+)
+def test_models_whose_prefixes_the_engine_never_reuses_are_refused(model: dict[str, Any], spec: dict[str, Any], why: str) -> None:
+    engine = SimpleNamespace(model_config=SimpleNamespace(**model))
+    caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer 0"], kv_cache_spec=SimpleNamespace(**spec))])
+    with pytest.raises(Unsupported) if why else contextlib.nullcontext() as caught:
+        attach._check_reuse(engine, caches)
+    assert (str(caught.value) if caught is not None else "") == why
 
 
 def test_the_engines_version_and_every_rank_have_their_own(weights: Path) -> None:
