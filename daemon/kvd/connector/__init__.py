@@ -36,6 +36,7 @@
     link          one connection to the daemon that never makes the engine wait twice
     settings      every KVD_* variable
     segment       the counters in shared memory, for kvtop and kvdoctor
+    seldom        lines in the log that could come in every request
     metrics       counters, and how they reach vLLM's own metrics
 
 Importing this package costs nothing and touches nothing: the front end, the scheduler and every worker import it afresh.

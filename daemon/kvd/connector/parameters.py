@@ -8,11 +8,11 @@ there were in between.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvd.connector.seldom import Seldom
 from kvd.store.retention import Retention
 
 logger = logging.getLogger("vllm.kvd.parameters")
@@ -21,34 +21,18 @@ KNOWN = ("kvd_retention", "kvd_ttl_seconds", "kvd_namespace", "infera_retention"
 LONGEST_WORD = 80
 """Characters of a request's own words that a line in the log repeats."""
 LONGEST_TTL_S = 10 * 365 * 86400.0
-PAUSE_S = 60.0
-"""Between two lines about one field."""
 
 
 class SlipLog:
     """The lines about what requests ask for and cannot mean; any thread."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
-        self._lock = threading.Lock()
-        self._said: dict[str, float] = {}
-        self._since: dict[str, int] = {}
+        self._lines = Seldom(logger, monotonic)
 
     def note(self, parameters: Mapping[str, Any]) -> None:
         """What this request's parameters have that cannot be meant."""
         for field, text in slips(parameters).items():
-            self._note(field, text)
-
-    def _note(self, field: str, text: str) -> None:
-        now = self._monotonic()
-        with self._lock:
-            if field in self._said and now - self._said[field] < PAUSE_S:
-                self._since[field] = self._since.get(field, 0) + 1
-                return
-            self._said[field] = now
-            more = self._since.pop(field, 0)
-        before = f" ({more} more requests were at fault there since the last such line)" if more else ""
-        logger.warning("kvd: %s%s", text, before)
+            self._lines.warning(field, text)
 
 
 def retention(parameters: Mapping[str, Any]) -> str:

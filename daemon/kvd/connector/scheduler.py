@@ -33,6 +33,7 @@ from kvd.connector.link import Down, Link
 from kvd.connector.lookup import look_up
 from kvd.connector.metrics import Counters
 from kvd.connector.plan import Load, Move, Plan, RankIdentity, Report, Save, Unsaved
+from kvd.connector.seldom import Seldom
 from kvd.connector.settings import Settings
 from kvd.connector.view import HashSource, View
 from kvd.errors import KvdError
@@ -184,7 +185,7 @@ class Scheduler:
         self._unit_bytes = unit_bytes
         self._clock = clock
         self._tenant = settings.tenant
-        self._slips = parameters.SlipLog()
+        self._slips, self._seldom = parameters.SlipLog(), Seldom(logger)
         self._adapters = lora.Adapters()
         self._state = _State()
         self._requests: dict[str, Tracked] = {}
@@ -369,7 +370,7 @@ class Scheduler:
             return nothing
         except KvdError as error:
             self.counters.add("lookup_failures")
-            logger.warning("kvd: a look-up failed: %s", error)
+            self._seldom.warning("look-up", f"a look-up failed: {error}")
             return nothing
         finally:
             self.counters.add("lookups")

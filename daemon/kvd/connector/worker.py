@@ -29,6 +29,7 @@ from kvd.connector.fingerprint import salted
 from kvd.connector.link import Down, Link
 from kvd.connector.metrics import Counters
 from kvd.connector.plan import Load, Move, Report, Save, Unsaved
+from kvd.connector.seldom import Seldom
 from kvd.errors import Draining, KvdError, LeaseLost, NoRoom
 
 logger = logging.getLogger("vllm.kvd")
@@ -125,6 +126,11 @@ class Worker:
         self._done: list[tuple[Job, LoadFailed | None]] = []
         self._report = Report()
         self._no_room_until = 0.0
+        self._no_room = ""
+        """Why, in words."""
+        self._left = 0
+        """Chunks of the step's saves that nothing has become of yet, in all namespaces; the engine's thread alone counts them."""
+        self._seldom = Seldom(logger)
 
     # ---- saves -------------------------------------------------------------------------------------------------------
 
@@ -132,27 +138,36 @@ class Worker:
         """Store what this step completed. Never raises for the daemon's sake; what cannot be stored is counted."""
         if not saves or not self._saves or not self._save_link.up:
             return
+        self._left = sum(len(save.moves) for save in saves) * len(self._namespaces)
         if self._clock() < self._no_room_until:
-            self.tell_unsaved([Unsaved(save.salt, tuple(move.key for move in save.moves), "no room") for save in saves])
+            self._fail(saves, self._no_room)
             return
         begun = time.perf_counter()
         try:
             for save in saves:
                 for index, namespace in enumerate(self._namespaces):
                     self._save_group(index, salted(namespace, save.salt), save)
-        except Down:
-            self.counters.add("save_failures")
+        except Down as error:
+            self._fail(saves, str(error))
         except (NoRoom, Draining) as error:
-            self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
-            self.counters.add("save_failures")
-            why = "the daemon is draining" if isinstance(error, Draining) else "no room"
-            self.tell_unsaved([Unsaved(save.salt, tuple(move.key for move in save.moves), why) for save in saves])
+            self._pause(error)
+            self._fail(saves, self._no_room)
             logger.debug("kvd: not saved: %s", error)
         except KvdError as error:
-            self.counters.add("save_failures")
-            logger.warning("kvd: saving failed: %s", error)
+            self._seldom.warning("saving", f"saving failed: {error}")
+            self._fail(saves, str(error))
         finally:
             self.counters.add("save_seconds", time.perf_counter() - begun)
+
+    def _pause(self, error: KvdError) -> None:
+        """Nothing is offered for a while: the next offer would be refused as well."""
+        self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
+        self._no_room = "the daemon is draining" if isinstance(error, Draining) else f"no room: {error.message}"
+
+    def _fail(self, saves: Sequence[Save], why: str) -> None:
+        """Count what of these is not stored, and tell the daemon why."""
+        self.counters.add("save_failures", self._left)
+        self.tell_unsaved([Unsaved(save.salt, tuple(move.key for move in save.moves), why) for save in saves])
 
     def tell_unsaved(self, unsaved: Iterable[Unsaved]) -> None:
         """Tell the daemon what is not stored, and why, for `kvd why`: one-way words, nobody waits for an answer."""
@@ -171,8 +186,11 @@ class Worker:
         self.counters.add("save_known", len(moves) - len(todo))
         if self._direct is not None and self._direct_link is not None and self._direct_link.up:
             todo = self._direct.save(index, namespace, save, todo, self._direct_link)
-        for window in self._windows(index, self._detach(index, namespace, save, todo)):
+        todo = self._detach(index, namespace, save, todo)
+        self._left -= len(save.moves) - len(todo)
+        for window in self._windows(index, todo):
             self._save_link.call(functools.partial(self._write, index, namespace, save, window))
+            self._left -= len(window)
 
     def _write(self, index: int, namespace: bytes, save: Save, moves: Sequence[Move], client: Any) -> None:
         sizes = [self._mover.value_bytes(index, len(move.blocks[index])) for move in moves]
@@ -215,7 +233,11 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a thread's edge: whatever it was, a save that fails is a miss later
             self.counters.add("save_failures", len(going))
             if isinstance(error, NoRoom | Draining):
-                self._no_room_until = self._clock() + NO_ROOM_PAUSE_S
+                self._pause(error)
+            why = self._no_room if isinstance(error, NoRoom | Draining) else str(error)
+            with contextlib.suppress(Down, KvdError):
+                keys = [move.key for move, _ in going]
+                self._save_link.call(operator.methodcaller("note", keys, why, namespace=namespace))
             logger.debug("kvd: not saved: %s", error)
         finally:
             for _, value in going:

@@ -10,6 +10,7 @@ from kvd.connector import parameters
 from kvd.connector.groups import Group
 from kvd.connector.plan import RankIdentity, Report
 from kvd.connector.scheduler import ANSWER_S, DEFER_S, Scheduler
+from kvd.connector.seldom import PAUSE_S
 from kvd.connector.settings import read_settings
 from tests.kvd.connector.scheduler_bench import FULL, WINDOW, Bench, FakeRequest
 from tests.kvd.connector.test_connector_keys import hashes
@@ -320,14 +321,14 @@ def test_a_client_that_errs_in_every_request_is_one_line_a_minute_and_the_next_s
         log.note({"kvd_ttl_seconds": "soon", "kvd_retension": "none"})
     log.note({"kvd_namespace": 5})
     assert len(caplog.messages) == 3
-    now[0] += parameters.PAUSE_S
+    now[0] += PAUSE_S
     log.note({"kvd_ttl_seconds": "later", "kvd_retention": "short"})
     assert len(caplog.messages) == 4
     assert "'later'" in caplog.messages[-1]
-    assert "999 more requests" in caplog.messages[-1]
-    now[0] += parameters.PAUSE_S
+    assert "999 more like it" in caplog.messages[-1]
+    now[0] += PAUSE_S
     log.note({"kvd_ttl_seconds": "later"})
-    assert "more requests" not in caplog.messages[-1]
+    assert "more like it" not in caplog.messages[-1]
     log.note({"kvd_ttl_seconds": 5, "kvd_namespace": "them", "other": 1})
     assert len(caplog.messages) == 5
 

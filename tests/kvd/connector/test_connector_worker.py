@@ -24,6 +24,7 @@ from kvd.connector.plan import Load, Move, RankIdentity, Save
 from kvd.connector.scheduler import Scheduler, Step
 from kvd.connector.settings import read_settings
 from kvd.connector.worker import Results, Worker
+from kvd.errors import KvdError
 from tests.kvd.connector.scheduler_bench import FakeRequest
 from tests.support.daemon import Daemon, MakeDaemon
 from tests.support.processes import wait_until
@@ -303,8 +304,37 @@ def test_a_full_arena_pauses_saving_instead_of_slowing_every_step(kvd_daemon: Ma
     one = bench(daemon)
     for number in range(30):
         one.worker.save([Save("a", SALT, (Move(key(number), (tuple(range(1, 17)),)),))])
-    assert one.count("save_failures") == 1, "one refusal, then a pause"
     assert 0 < one.count("saves") < 30
+    assert one.count("saves") + one.count("save_failures") == 30, "each chunk counts, those that were not offered too"
+    with daemon.client() as client:
+        assert client.stats()["rejections_total"]["no_room"] == 1, "one refusal, then a pause"
+
+
+def test_each_chunk_of_a_save_that_fails_is_counted_and_why_knows_the_reason(
+    kvd_daemon: MakeDaemon, bench: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = kvd_daemon(max_bytes="1MiB")
+    one = bench(daemon)
+    moves = tuple(Move(key(number), ((number,),)) for number in range(1, 6))
+    large = Move(key(9), (tuple([1] * 200),))
+    one.worker.save([Save("a", SALT, moves), Save("b", SALT, (large,))])
+    assert (one.count("saves"), one.count("save_failures")) == (5, 1)
+
+    def refused(*_: Any) -> None:
+        raise KvdError("the daemon had a bad day")
+
+    later = Bench(daemon)
+    with monkeypatch.context() as patch:
+        patch.setattr(later.worker, "_write", refused)
+        for start in range(0, 60, 3):
+            later.worker.save([Save("a", SALT, tuple(Move(key(100 + start + i), ((1,),)) for i in range(3)))])
+    later.worker.shutdown()
+    assert (later.count("saves"), later.count("save_failures")) == (0, 60)
+    assert caplog.text.count("saving failed: the daemon had a bad day") == 1
+    with daemon.client() as client:
+        (found,) = client.why([key(9), key(100), key(159)], namespaces=[salted(one.namespaces[0], SALT)]).notes
+    assert [note[0].why for note in found[1:]] == ["the daemon had a bad day"] * 2
+    assert found[0][0].why.startswith("no room: a value is larger than the arena")
 
 
 def test_a_draining_daemon_is_left_in_peace(kvd_daemon: MakeDaemon, bench: Any) -> None:
