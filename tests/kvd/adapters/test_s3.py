@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvd.store.retention import Retention
 from kvd.tiers.adapters import registry
 from kvd.tiers.adapters.base import Adapter, AdapterConfigError, AdapterError, Durability, Item, Loaded, Stored, Want
 from kvd.tiers.adapters.objects import one_line
@@ -360,4 +361,15 @@ def test_what_is_deleted_while_it_is_listed_is_not_counted(moto: MotoServer, buc
     assert put(adapter, 9).ok
     assert adapter.usage().entries == 2
     assert adapter.usage().bytes_used == in_bucket(moto, bucket)
+    adapter.close()
+
+
+def test_what_goes_again_for_those_behind_it_in_a_batch_is_not_put(moto: MotoServer, bucket: str) -> None:
+    adapter = adapter_at(moto.port, bucket, max_capacity_gb=2.5 * 5128 / (1 << 30))
+    adapter.open()
+    classes = [Retention.SHORT, Retention.LONG, Retention.LONG]
+    results = adapter.store([Item(ident(n), memoryview(body(n)), klass) for n, klass in enumerate(classes)])
+    assert [result.reason for result in results] == ["full", "", ""]
+    assert adapter.usage().bytes_used == in_bucket(moto, bucket) == 2 * 5128
+    assert [get(adapter, number) for number in range(3)] == [Loaded.MISS, body(1), body(2)]
     adapter.close()
