@@ -72,8 +72,12 @@ class Gathering:
         since = loop.time()
         try:
             for start in range(0, len(self.keys), BLOCK):
+                end = min(start + BLOCK, len(self.keys))
+                before = {name: len(part.pinned) for name, part in self.parts.items()}
                 for name, part in self.parts.items():
-                    await self._block(name, part, start, min(start + BLOCK, len(self.keys)), deadline_s)
+                    await self._block(name, part, start, end, deadline_s)
+                if self.length < end and len(self.parts) > 1:
+                    await self._side_by_side(start, end, before, deadline_s)
                 if self.length < start + BLOCK:
                     break
                 if loop.time() - since > STEP_S:
@@ -105,6 +109,30 @@ class Gathering:
                     await self._one_by_one(namespace, part, start + short, end, deadline_s)
                 else:
                     self.length = min(self.length, start + short)
+
+    async def _side_by_side(self, start: int, end: int, before: dict[bytes, int], deadline_s: float) -> None:
+        """A block once more, key by key in all namespaces: what one had of it further on is what another lacked for the first.
+
+        `before`: how many arrays each part had pinned before the block. What is on its way up takes room until it is there.
+        """
+        for name, part in self.parts.items():
+            if part.fetch is not None:
+                await self.tiering.wait(part.fetch, deadline_s)
+            # From here on nothing is awaited: each pin is on our list, or off.
+            taken = [np.empty(0, dtype=np.int64), *part.pinned[before[name] :]]
+            del part.pinned[before[name] :]
+            part.slots[start:end] = ABSENT
+            if part.fetch is not None:
+                part.fetch.no_room = None
+                arrived = [part.fetch.slots.pop(key) for key in set(self.keys[start:end]) if key in part.fetch.slots]
+                taken.append(np.array(arrived, dtype=np.int64))
+            self.store.unpin(np.concatenate(taken))
+        self.length = len(self.keys)
+        for i in range(start, end):
+            for name, part in self.parts.items():
+                await self._block(name, part, i, i + 1, deadline_s)
+            if self.length <= i:
+                return
 
     def _yield_behind(self, part: Part, start: int, short: int) -> bool:
         """Let go of what was pinned in the block behind the key that found no room; False when there is nothing such."""

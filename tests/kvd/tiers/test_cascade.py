@@ -289,6 +289,25 @@ def test_in_a_short_arena_keys_further_on_make_room_for_the_first(tiers: list[Ra
         wait_until(lambda: daemon.pins() == before, what="every pin to be taken off")
 
 
+def test_in_a_short_arena_all_namespaces_get_room_for_the_first_keys(tiers: list[RamTier]) -> None:
+    """Three ranks, room for ten values: three keys of each, not ten of the first rank and none of the others."""
+    ranks = ["one", "two", "three"]
+    keys = [bytes([i]) * 32 for i in range(16)]
+    for tier in tiers:
+        with running(tier, max_bytes=1 << 20) as daemon, daemon.client() as client:
+            for name in ranks:
+                assert all(client.put_many([(key, key * 3200) for key in keys], namespace=name))
+                client.flush()
+            daemon.evict_all()
+            before = daemon.pins()
+            found = client.prefix(keys, namespaces=ranks, pin_s=30.0)
+            assert 2 <= found.length <= 3
+            for name in ranks:
+                with client.claim(found.token or b"", namespace=name) as lease:
+                    assert [bytes(view or b"") for view in lease.views] == [key * 3200 for key in keys[: found.length]]
+            wait_until(lambda daemon=daemon, before=before: daemon.pins() == before, what="every pin to be taken off")
+
+
 def test_a_cascade_of_real_tiers(tmp_path: Path) -> None:
     """Two directories; the first loses its files behind the daemon's back and gets them again."""
 
