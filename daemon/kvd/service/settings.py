@@ -114,7 +114,7 @@ def _share(least: float) -> Callable[[str], float]:
         except ValueError:
             value = -1.0
         if not least <= value <= 1.0:
-            raise UsageError(f"not a share: {text!r}", hint=f"a number from {least:g} to 1, such as 0.8")
+            raise UsageError(f"not a share: {text!r}", hint=f"a number {'above 0' if least else 'from 0'} and up to 1, such as 0.8")
         return value
 
     return parse

@@ -100,6 +100,11 @@ KIND = Kind(
     (
         Field("device_path", path, required=True, help="the device, or a file"),
         Field("max_dax_size_gb", gib(1e-6), required=True, help="GiB of it to use"),
-        Field("slot_bytes", size(2 * BLOCK), required=True, help="bytes of one slot: the largest value and 4096, on 4096"),
+        Field(
+            "slot_bytes",
+            size(2 * BLOCK),
+            required=True,
+            help="bytes of one slot: the largest value and 4096 (with serde 8192), on 4096",
+        ),
     ),
 )

@@ -161,7 +161,12 @@ KIND = Kind(
     _make,
     (
         Field("device_path", path, required=True, help="the device, or a file"),
-        Field("slot_bytes", size(2 * BLOCK), required=True, help="bytes of one slot: the largest value and 4096, on 4096"),
+        Field(
+            "slot_bytes",
+            size(2 * BLOCK),
+            required=True,
+            help="bytes of one slot: the largest value and 4096 (with serde 8192), on 4096",
+        ),
         Field("capacity_bytes", size(4 * BLOCK), 0, help="bytes to use; 0: all of the device"),
         Field("use_odirect", switch, True, help="past the page cache"),
     ),
