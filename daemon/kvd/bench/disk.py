@@ -159,7 +159,7 @@ def measure(
     def load() -> None:
         client.delete(batch.keys, arena_only=True)
         if client.prefetch(batch.keys, deadline_s=60) != batch.count:
-            raise KvdError(f"a value that was just stored did not come back from {name}", hint="its log, above, may say why")
+            raise _lost(client, name, batch.bytes)
 
     for verb, job, least in (("store", store, floor.write), ("load", load, floor.read)):
         step(f"{name} {verb}")
@@ -170,6 +170,17 @@ def measure(
     batch.check()
     client.delete(batch.keys)
     own.remove()
+
+
+def _lost(client: Client, name: str, stored: int) -> KvdError:
+    """Why values that were just stored are not there: a tier that is too small has dropped them again."""
+    for tier in client.stats()["tiers"]:
+        if tier["name"] == name and 0 < tier["bytes_limit"] < stored:
+            return KvdError(
+                f"{name} holds {format_size(tier['bytes_limit'])} at most, and is measured with {format_size(stored)} at once",
+                hint="give it more room for the bench, or a smaller --size where that stores less",
+            )
+    return KvdError(f"a value that was just stored did not come back from {name}", hint="its log, above, may say why")
 
 
 def wait(own: Own, socket: Path, client: Client, seconds: float, step: Callable[[str], None]) -> Figure:

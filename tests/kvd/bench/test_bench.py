@@ -237,3 +237,13 @@ def test_a_sample_is_whole_chunks_and_bounded(tokens: int, each: int) -> None:
 def test_no_tokens_is_no_prefix() -> None:
     with pytest.raises(UsageError):
         Prefix("m", 0, 1, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.real("kvd")
+def test_a_tier_too_small_to_be_measured_is_told_so(place: Place) -> None:
+    spec = {"type": "mock", "max_size_gb": 2 / 1024, "mock_bandwidth_gb": 10}
+    words = ["--size", "64K", "--clients", "1", "--seconds", "0.1", "--adapter", json.dumps(spec)]
+    ran = run_cli("kvd", "bench", *words, env=place.env)
+    assert ran.rc == 1
+    assert "mock holds 2 MiB at most, and is measured with 16 MiB at once" in ran.stderr
