@@ -5,12 +5,14 @@ engine started anew, would find what the old ones computed. So a request with an
 as well, taken when the adapter is first seen in this process; each request costs one stat a file.
 
 Files that changed while the engine runs leave open which of the two it computes with, and whoever cannot read them knows
-nothing of them: of such an adapter nothing is stored or loaded until the engine restarts.
+nothing of them: of such an adapter nothing is stored or loaded until the engine restarts. That holds for changes before its first
+request, too: the engine may have loaded it long before.
 """
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,15 @@ logger = logging.getLogger("vllm.kvd")
 
 IN_DOUBT = "the files of the request's adapter changed while the engine ran, or cannot be read here"
 
-Stamps = tuple[tuple[int, int, int], ...]
+Stamps = tuple[tuple[int, int, int, int], ...]
+"""Of each file: size, inode, times of its last writing and of its last change in any way, in nanoseconds."""
 
 
 class Adapters:
-    """What this process has seen of adapters. Thread-safe."""
+    """What this process has seen of adapters since it began (`since_ns`, of time.time_ns). Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_ns: int | None = None) -> None:
+        self._since_ns = time.time_ns() if since_ns is None else since_ns
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, str], _Adapter] = {}
 
@@ -39,20 +43,22 @@ class Adapters:
         with self._lock:
             adapter = self._seen.get(key)
             if adapter is None:
-                adapter = self._seen[key] = _Adapter(*key)
+                adapter = self._seen[key] = _Adapter(*key, self._since_ns)
             return adapter.mark()
 
 
 class _Adapter:
     """One name and path."""
 
-    def __init__(self, name: str, path: str) -> None:
+    def __init__(self, name: str, path: str, since_ns: int) -> None:
         self._name, self._path = name, path
         self._files: Sequence[Path] = ()
         self._stamps: Stamps = ()
         self._mark: str | None = None
         if not self._read():
             self._doubt("its files cannot be read here")
+        elif any(stamp[-1] > since_ns for stamp in self._stamps):
+            self._doubt("its files are newer than this engine")
 
     def _read(self) -> bool:
         try:
@@ -100,4 +106,4 @@ def _files(path: str) -> list[Path]:
 
 
 def _stamps(files: Sequence[Path]) -> Stamps:
-    return tuple((stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in map(os.stat, files))
+    return tuple((stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for stat in map(os.stat, files))

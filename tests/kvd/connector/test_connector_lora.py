@@ -91,3 +91,13 @@ def test_of_an_adapter_in_doubt_nothing_is_stored_or_loaded_and_the_daemon_is_to
     plan = one.run(request, 0, 1024)
     assert plan.saves == []
     assert [unsaved.why for unsaved in plan.unsaved] == [IN_DOUBT]
+
+
+def test_files_newer_than_the_engine_may_not_be_what_it_loaded(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = Adapters((folder / "adapter_model.safetensors").stat().st_ctime_ns - 1)
+    with caplog.at_level(logging.WARNING):
+        assert before.mark(Lora(str(folder))) is None
+        assert before.mark(Lora(str(folder))) is None
+    assert len(caplog.records) == 1
+    assert "until the engine restarts: its files are newer than this engine" in caplog.text
+    assert Adapters().mark(Lora(str(folder)))
