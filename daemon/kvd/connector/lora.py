@@ -57,7 +57,7 @@ class _Adapter:
         self._mark: str | None = None
         if not self._read():
             self._doubt("its files cannot be read here")
-        elif any(stamp[-1] > since_ns for stamp in self._stamps):
+        elif self._newest() > since_ns:
             self._doubt("its files are newer than this engine")
 
     def _read(self) -> bool:
@@ -68,6 +68,9 @@ class _Adapter:
         except OSError:
             self._mark = None
         return self._mark is not None
+
+    def _newest(self) -> int:
+        return max((changed for *_, changed in self._stamps), default=0)
 
     def mark(self) -> str | None:
         if self._mark is not None:
