@@ -83,6 +83,7 @@ def compare_soon(link: Link, view: View) -> threading.Thread:
     """Compare on a thread of its own and say what differs: the other views may have to come from a slow tier."""
 
     def work() -> None:
+        link.look()  # the daemon may be another one than the last time
         if wait_up(link, CONNECT_S):
             say(compare(link, view))
 

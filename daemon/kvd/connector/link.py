@@ -35,6 +35,8 @@ class Link:
         self.name = name
         self.problem: KvdError | None = None
         """Why it is down; None while it is up, or has not been looked for yet."""
+        self.connections = 0
+        """How often it has come up."""
         self._connect = connect
         self._on_loss = on_loss
         self._client: Any = None
@@ -123,6 +125,7 @@ class Link:
                     self._probe = None
                     if not self._closed.is_set():
                         self._client, self.problem = client, None
+                        self.connections += 1
                         client = None
                 _close(client)
                 logger.info("kvd: connected (%s)", self.name)

@@ -141,7 +141,7 @@ class _State:
     met: bool = False
     waiting_since: float | None = None
     ranks: tuple[RankIdentity, ...] = ()
-    compared: bool = False
+    compared: int = -1
     asked: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
 
 
@@ -266,12 +266,12 @@ class Scheduler:
     def match(self, request: Request, computed: int) -> int | None:
         """Tokens stored beyond the `computed` ones the engine has itself; None: ask again in the next step."""
         self.arrived(request).asked = computed
+        if self.active and self._state.compared != self._link.connections:
+            self._compare()
         if not self._load or request.skip_reading_prefix_cache:
             return 0
         if not self.active:
             return None if self._wait_for_workers() else 0
-        if not self._state.compared:
-            self._compare()
         tracked = self.arrived(request)
         most = (request.num_tokens - 1) // self.unit * self.unit - self._drop
         if tracked.failed or most <= computed:
@@ -290,8 +290,8 @@ class Scheduler:
         return answer.end - computed
 
     def _compare(self) -> None:
-        """Once, and not before the first request: the seed of the block hashes is known only then."""
-        self._state.compared = True
+        """For each daemon, since one that starts anew may have forgotten; the hashes' seed is known with the first request."""
+        self._state.compared = self._link.connections
         self._say_view(self.view())
 
     def _wait_for_workers(self) -> bool:
@@ -567,7 +567,7 @@ class Scheduler:
         self._pending = self.doomed().loads
         if self.settings.reset == "private":
             self._tenant = f"{self.settings.tenant} reset {secrets.token_hex(16)}".strip()
-            self._state.compared = False
+            self._state.compared = -1
             logger.info("kvd: the engine reset its caches: it shares nothing any more until it restarts (KVD_RESET=private)")
         for tracked in self._requests.values():
             tracked.answer = tracked.asking = None

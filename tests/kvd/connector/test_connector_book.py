@@ -89,6 +89,44 @@ def test_an_engine_with_other_settings_is_told_what_differs(kvd_daemon: MakeDaem
     assert "dtype: bfloat16 / float32" in told[1]
 
 
+@pytest.mark.real("kvd")
+@pytest.mark.parametrize("load", [True, False], ids=["", "of an engine that loads nothing"])
+def test_a_daemon_that_starts_with_nothing_gets_the_entry_again(kvd_daemon: MakeDaemon, load: bool) -> None:
+    daemon = kvd_daemon(max_bytes="1MiB")
+
+    def connect() -> Any:
+        client = daemon.client()
+        client.ping()
+        return client
+
+    with Link("lookup", connect) as link, Link("facts", connect) as facts:
+        for one in (link, facts):
+            one.start()
+            wait_until(lambda one=one: one.up)
+        engine = Scheduler(
+            read_settings({}, {}),
+            (Group(0, 32),),
+            link,
+            hash_tokens=32,
+            hash_source=lambda: ("sha256", "00"),
+            say_view=lambda view: book.compare_soon(facts, view).join(),
+            load=load,
+        )
+        engine.introduce([RankIdentity((b"n" * 32,), FACTS, 256, (100,), "", ({},))], 1)
+        assert engine.match(FakeRequest("a", 1024), 0) == 0
+        with daemon.client() as client:
+            assert len(book.views(client)) == 1
+        daemon.restart(kill=True)
+        with daemon.client() as client:
+            assert book.views(client) == []
+        assert wait_until(lambda: not link.look() or True)
+        link.look()
+        wait_until(lambda: link.up)
+        engine.match(FakeRequest("b", 1024), 0)
+        with daemon.client() as client:
+            assert len(book.views(client)) == 1
+
+
 def test_an_engine_without_a_daemon_compares_nothing() -> None:
     with Link("facts", lambda: pytest.fail("never asked")) as link:
         assert book.compare(link, view()) == []
