@@ -13,6 +13,7 @@ the host.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -30,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvd.store.identity import NAMESPACE_BYTES, Identity
-from kvd.store.retention import expired
+from kvd.store.identity import IDENTITY_BYTES, NAMESPACE_BYTES, Identity
+from kvd.store.retention import Retention, expired
 from kvd.tiers.adapters import envelope
 from kvd.tiers.adapters.base import (
     Adapter,
@@ -56,6 +57,10 @@ BLOCK = 4096
 FORMAT, VERSION = "kvtools.slots", 1
 CLEAN = 1 << 20
 RECOVERY_THREADS = 8
+BAD_MAX = 16
+"""With more slots than this that cannot be read, it is the device that does not work."""
+MEDIUM_ERRORS = (errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
+"""What the kernel says of a bad place on a device."""
 RETRY_S = 10.0
 """How often a slot that could not be zeroed is tried again: a sector that is bad for good answers slowly."""
 _SEQUENCE = struct.Struct("<Q")
@@ -205,16 +210,19 @@ class SlotAdapter(Adapter):
     def _recover(self) -> None:
         """Read all headers; of two of one identity the higher sequence number wins, and the loser is wiped."""
         self._ledger, self._sequence = self.ledger(scan_resistant=self.eviction.scan_resistant), 0
+        self._unwiped.clear()
         sequences = np.zeros(self._slots, dtype=np.uint64)
         taken = np.zeros(self._slots, dtype=np.bool_)
+        bad: list[int] = []
         share = -(-self._slots // RECOVERY_THREADS)
         with ThreadPoolExecutor(RECOVERY_THREADS) as threads:
             parts = [range(first, min(first + share, self._slots)) for first in range(0, self._slots, share)]
-            for _ in threads.map(lambda part: self._recover_part(part, sequences, taken), parts):
+            for _ in threads.map(lambda part: self._recover_part(part, sequences, taken, bad), parts):
                 pass
+        for slot in bad:
+            taken[slot] = not self._give_up(slot)
         self._sequence = int(sequences.max())
         self._ledger.sort(sequences)
-        self._unwiped.clear()
         now = self._clock_ns()
         while (late := self._ledger.late(now)) is not None:  # where nothing is evicted they would lie there for good
             entry = self._ledger.remove(late)
@@ -223,11 +231,20 @@ class SlotAdapter(Adapter):
             self._wipe(entry.place)
         self._free = array("Q", np.flatnonzero(~taken)[::-1].astype(np.uint64).tobytes())
 
-    def _recover_part(self, part: range, sequences: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_]) -> None:
-        """Those of these slots that hold something, into the ledger. Runs on threads."""
+    def _recover_part(self, part: range, sequences: npt.NDArray[np.uint64], taken: npt.NDArray[np.bool_], bad: list[int]) -> None:
+        """Those of these slots that hold something, into the ledger; those that cannot be read, into `bad`. Runs on threads.
+
+        Raises OSError where there are too many of these.
+        """
         block = self._buffers.block()
         for slot in part:
-            self._medium.read(self._offset(slot), [block])
+            try:
+                self._medium.read(self._offset(slot), [block])
+            except OSError as error:
+                if error.errno not in MEDIUM_ERRORS or len(bad) == BAD_MAX:
+                    raise
+                bad.append(slot)
+                continue
             found = _read_header(block, self._generation)
             if found is None or found[1].length > self.slot_bytes - BLOCK:
                 continue
@@ -245,6 +262,17 @@ class SlotAdapter(Adapter):
                     taken[loser] = False
             if loser is not None:
                 self._wipe(loser)
+
+    def _give_up(self, slot: int) -> bool:
+        """A slot that cannot be read at the start holds nothing any more; whether it may be used."""
+        self.counters.io_errors += 1
+        log.warning("%s: slot %d of %s cannot be read: what it held is given up", self.name, slot, self.where)
+        try:
+            self._wipe(slot)
+        except OSError:
+            self._unwiped[slot] = bytes(IDENTITY_BYTES), Entry(slot, self.slot_bytes, Hit(0, Retention.SHORT))
+            return False
+        return True
 
     def close(self, deadline_s: float = 5.0) -> None:
         if not self._open:  # what did not open has let go of its medium already
