@@ -7,6 +7,7 @@ Facts are a flat dict of words, so that a mismatch can be named field by field. 
     model         its configuration as the engine reads it (overrides included)
     weights       names, sizes and samples of the weight files; for a hub name without local files: name and revision
     dtype, cache_dtype, quantization
+    loading       what the engine was told of how weights become a model (quantization's settings, classes), where it was
     max_model_len where the model's positions are encoded differently for long contexts and short ones
     media         of models that take more than text: how images and the like are prepared
     parallel      this rank's place and the sizes of tensor and pipeline parallelism
@@ -39,6 +40,7 @@ _MEDIA_OPTIONS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
+_LOADING_OPTIONS = ("quantization_config", "model_class_overrides")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 
 
@@ -87,6 +89,9 @@ def model_facts(vllm_config: Any, engine_version: str) -> dict[str, str]:
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if "dummy" in load_format:
         facts["weights"] = f"dummy {model.seed}"
+    told = {name: given for name in _LOADING_OPTIONS if (given := getattr(model, name, None))}
+    if told:
+        facts["loading"] = json.dumps(told, sort_keys=True, default=str)
     speculative = getattr(vllm_config, "speculative_config", None)
     if speculative is not None:
         # Draft layers live in the same cache: their weights decide its bytes too.

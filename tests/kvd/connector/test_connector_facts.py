@@ -118,6 +118,8 @@ def weights(tmp_path: Path) -> Path:
         {"hf": {"rope_theta": 1e6}},
         {"model_config__dtype": "torch.bfloat16"},
         {"model_config__quantization": "fp8"},
+        {"model_config__quantization_config": {"ignore": ["lm_head"]}},
+        {"model_config__model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
         {"cache_config__cache_dtype": "fp8"},
         {"load_config__load_format": "dummy"},
         {"speculative_config": SimpleNamespace(model="draft", method="eagle")},
