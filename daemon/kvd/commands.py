@@ -428,7 +428,7 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     from kvd.wire.client import DURABILITY
 
     seconds = parse_duration(timeout)
-    with _client(socket, timeout) as client:
+    with _client(socket, ANSWER_S) as client:  # --timeout is for what is to be drained
         done = client.connect().call(p.Drain(0, int(seconds * 1000)), p.Done, seconds + 2)
     word = DURABILITY[done.durability]
     body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left, "why": done.why}

@@ -23,9 +23,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvgate.config import ModelConfig, plain
 from kvgate.errors import EngineError
@@ -134,14 +134,25 @@ class Subprocess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._process.wait()
+            await _within(self._process.wait(), patience_s)
         # The leader is gone or has had its time; whatever it left in its group has no owner any more.
         await end_group(self.pid)
         await self._process.wait()
         await asyncio.wait([self._reader], timeout=1.0)
         self._reader.cancel()
+
+
+async def _within(what: Coroutine[Any, Any, object], seconds: float) -> bool:
+    """Wait for this, up to so long; whether it has come to its end.
+
+    Not `asyncio.timeout`: engines are ended in tasks that were cancelled, and there that of Python 3.11.2 (Debian 12 has it) takes
+    the end of its time for one more cancellation, and the engine would be left running.
+    """
+    waiting = asyncio.ensure_future(what)
+    await asyncio.wait([waiting], timeout=seconds)
+    ended = waiting.done()
+    waiting.cancel()
+    return ended
 
 
 async def end_group(pgid: int) -> None:
@@ -284,14 +295,12 @@ class Tmux:
         if not self._gone.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._gone.wait()
+            await _within(self._gone.wait(), patience_s)
         await end_group(self.pid)
         with contextlib.suppress(EngineError):
             await _tmux("kill-session", "-t", f"={self.session}")
-        async with asyncio.timeout(2.0):
-            await self._gone.wait()
+        if not await _within(self._gone.wait(), 2.0):
+            raise TimeoutError
 
 
 @contextlib.contextmanager
