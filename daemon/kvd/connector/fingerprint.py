@@ -41,7 +41,7 @@ _MEDIA_OPTIONS = (
     "video_pruning_method",
 )
 _LOADING_OPTIONS = ("quantization_config", "model_class_overrides")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 
 
 def digest(facts: Mapping[str, str]) -> bytes:
@@ -131,27 +131,30 @@ def _media(model: Any) -> str:
     options = {name: getattr(given, name, None) for name in _MEDIA_OPTIONS}
     options["mm_processor_kwargs"] = {k: v for k, v in (options["mm_processor_kwargs"] or {}).items() if k != "device"}
     text = json.dumps(options, sort_keys=True, default=str)
-    folder = Path(str(model.model))
-    found: Path | None = folder if folder.is_dir() else hub_folder(str(model.model), getattr(model, "revision", None))
+    found = model_folder(str(model.model), getattr(model, "revision", None))
     files = files_digest(path for name in _PROCESSORS if found is not None and (path := found / name).is_file())
     return hashlib.sha256(f"{text}{files}".encode()).hexdigest()[:32]
 
 
 def _weights(model: str, revision: str | None) -> str:
-    folder = Path(model)
-    if folder.is_file():
-        return files_digest([folder])
-    if not folder.is_dir():
-        local = hub_folder(model, revision)
-        if local is None:
-            return f"hub {model} {revision or ''}".strip()
-        folder = local
-    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
+    if (file := Path(model)).is_file():
+        return files_digest([file])
+    folder = model_folder(model, revision)
+    if folder is None:
+        return f"hub {model} {revision or ''}".strip()
+    files = weight_files(folder)
     return files_digest(files) if files else f"path {model}"
 
 
-def hub_folder(model: str, revision: str | None) -> Path | None:
-    """Where the hub client keeps this model on this host, without asking the network."""
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder, sorted."""
+    return sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+
+
+def model_folder(model: str, revision: str | None) -> Path | None:
+    """The folder of that name, or where the hub client keeps this model on this host, without asking the network."""
+    if (folder := Path(model)).is_dir():
+        return folder
     try:
         from huggingface_hub import snapshot_download
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvd.connector.fingerprint import WEIGHTS, files_digest, hub_folder
+from kvd.connector.fingerprint import files_digest, model_folder, weight_files
 
 logger = logging.getLogger("vllm.kvd")
 
@@ -99,13 +99,9 @@ def _files(path: str) -> list[Path]:
     place = Path(path).expanduser() if path.startswith("~") else Path(path)
     if place.is_file():
         return [place]
-    if not place.is_dir():
-        found = None if place.is_absolute() else hub_folder(path, None)
-        if found is None:
-            return []
-        place = found
-    weights = {one for pattern in WEIGHTS for one in place.glob(pattern)}
-    return sorted({*weights, *place.glob("adapter_config.json")}) if weights else []
+    folder = model_folder(str(place), None)
+    weights = weight_files(folder) if folder is not None else []
+    return sorted([*weights, *folder.glob("adapter_config.json")]) if folder is not None and weights else []
 
 
 def _stamps(files: Sequence[Path]) -> Stamps:
