@@ -106,7 +106,8 @@ class Gathering:
                 short = keys.index(part.fetch.no_room)
                 if self._yield_behind(part, start, short):
                     part.fetch.no_room = None
-                    await self._one_by_one(namespace, part, start + short, end, deadline_s)
+                    # In a short arena no key is pinned before all keys ahead of it have their room.
+                    await self._key_by_key({namespace: part}, start + short, end, deadline_s)
                 else:
                     self.length = min(self.length, start + short)
 
@@ -128,11 +129,7 @@ class Gathering:
                 taken.append(np.array(arrived, dtype=np.int64))
             self.store.unpin(np.concatenate(taken))
         self.length = len(self.keys)
-        for i in range(start, end):
-            for name, part in self.parts.items():
-                await self._block(name, part, i, i + 1, deadline_s)
-            if self.length <= i:
-                return
+        await self._key_by_key(self.parts, start, end, deadline_s)
 
     def _yield_behind(self, part: Part, start: int, short: int) -> bool:
         """Let go of what was pinned in the block behind the key that found no room; False when there is nothing such."""
@@ -144,12 +141,13 @@ class Gathering:
             part.pinned[-1] = part.pinned[-1][: -held.size]
         return bool(held.size)
 
-    async def _one_by_one(self, namespace: bytes, part: Part, start: int, end: int, deadline_s: float) -> None:
-        """The rest of a block in a short arena: no key is pinned before all keys ahead of it have their room."""
+    async def _key_by_key(self, parts: dict[bytes, Part], start: int, end: int, deadline_s: float) -> None:
+        """The keys [start, end), each in all of these namespaces before the next one, up to the first that finds no room."""
         for i in range(start, end):
             if self.length <= i:
                 return
-            await self._block(namespace, part, i, i + 1, deadline_s)
+            for name, part in parts.items():
+                await self._block(name, part, i, i + 1, deadline_s)
 
     async def wait(self, deadline_s: float) -> None:
         """Wait for what is on its way, up to the deadline (event-loop time)."""
