@@ -430,11 +430,10 @@ def drain(socket: Path | None, timeout: str, json: bool) -> None:
     seconds = parse_duration(timeout)
     with _client(socket, ANSWER_S) as client:  # --timeout is for what is to be drained
         done = client.connect().call(p.Drain(0, int(seconds * 1000)), p.Done, seconds + 2)
+        tiers = 0 if done.left else len(client.stats()["tiers"])
     word = DURABILITY[done.durability]
     body: dict[str, object] = {"drained": not done.left, "durability": word, "left": done.left, "why": done.why}
     if not done.left:
-        with _client(socket, ANSWER_S) as client:
-            tiers = len(client.stats()["tiers"])
         where = f"what goes to tiers is there (durability {word})"
         if word == "none":
             of_them = "which promises" if tiers == 1 else "of which some promise"
