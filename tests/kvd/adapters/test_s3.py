@@ -282,6 +282,16 @@ def test_the_longest_prefix(moto: MotoServer, bucket: str) -> None:
     adapter.close()
 
 
+def filled(moto: MotoServer, bucket: str, count: int) -> S3Adapter:
+    """One with room for ten values, which has taken the first `count`."""
+    adapter = adapter_at(moto.port, bucket, max_capacity_gb=10 * 5128 / (1 << 30))
+    assert isinstance(adapter, S3Adapter)
+    adapter.open()
+    for number in range(count):
+        assert put(adapter, number).ok
+    return adapter
+
+
 def in_bucket(moto: MotoServer, bucket: str) -> int:
     """Bytes of all that is there, counted by somebody else."""
     other = adapter_at(moto.port, bucket, name="count", max_capacity_gb=1)
@@ -293,11 +303,7 @@ def in_bucket(moto: MotoServer, bucket: str) -> int:
 
 
 def test_what_could_not_be_evicted_is_still_counted_and_goes_later(moto: MotoServer, bucket: str) -> None:
-    adapter = adapter_at(moto.port, bucket, max_capacity_gb=10 * 5128 / (1 << 30))
-    assert isinstance(adapter, S3Adapter)
-    adapter.open()
-    for number in range(10):
-        assert put(adapter, number).ok
+    adapter = filled(moto, bucket, 10)
     unlink = adapter._unlink
 
     def away(identities: Sequence[bytes]) -> None:
@@ -318,11 +324,7 @@ def test_what_could_not_be_evicted_is_still_counted_and_goes_later(moto: MotoSer
 
 
 def test_a_put_that_fails_leaves_what_it_was_to_replace_counted(moto: MotoServer, bucket: str) -> None:
-    adapter = adapter_at(moto.port, bucket, max_capacity_gb=10 * 5128 / (1 << 30))
-    assert isinstance(adapter, S3Adapter)
-    adapter.open()
-    for number in range(5):
-        assert put(adapter, number).ok
+    adapter = filled(moto, bucket, 5)
     puts = adapter._puts
     adapter._puts = lambda items: [OSError("away")] * len(items)  # type: ignore[method-assign]
     for number in (3, 4, 5, 6):
